@@ -87,10 +87,6 @@ class PolicyRollouts:
         if jax.process_index() == 0:
             write_rollouts(traces, path)
 
-    @property
-    def has_eval_prompts(self) -> bool:
-        return self._num_prompts < len(self._prompts)
-
     def heldout(self, params: dict, step: int, path: Path, workdir: Path) -> dict[str, float]:
         """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
         parameters of `step`; every process calls it.

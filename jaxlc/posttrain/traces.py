@@ -210,27 +210,11 @@ def open_traces(
 
     def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
         flat = [tree for part in parts for tree in part]
-        return PackedTraces(
-            flat,
-            data.seq_len,
-            dtypes,
-            masks_truncated=masks_truncated,
-            shared_tokens=data.shared_tokens,
-            seed=seed,
-        )
+        options = dict(masks_truncated=masks_truncated, shared_tokens=data.shared_tokens)
+        return PackedTraces(flat, data.seq_len, dtypes, seed=seed, **options)
 
     train = packed(train_trees, data.seed)
-    settings = (
-        data.seq_len,
-        data.seed,
-        data.eval_fraction,
-        posttrain.scale_advantages,
-        posttrain.mask_truncated,
-    )
-    if num_dropped := num_groups - len(train_groups):
-        settings += (num_dropped,)
-    if levels > 1:
-        settings += (levels, data.shared_tokens)
+    settings = _settings(config, num_groups - len(train_groups))
     return Traces(
         tokenizer=tokenizer,
         train=train,
@@ -240,6 +224,20 @@ def open_traces(
         warnings=tuple(warnings),
         rewards=rewards,
         masks_truncated=masks_truncated,
+    )
+
+
+def _settings(config: Config, num_dropped: int) -> tuple[object, ...]:
+    """What the sequences depend on, besides traces."""
+    data, posttrain, levels = config.data, config.posttrain, config.attention.shared_prefixes
+    return (
+        data.seq_len,
+        data.seed,
+        data.eval_fraction,
+        posttrain.scale_advantages,
+        posttrain.mask_truncated,
+        *([num_dropped] if num_dropped else []),
+        *([levels, data.shared_tokens] if levels > 1 else []),
     )
 
 

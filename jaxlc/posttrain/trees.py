@@ -118,40 +118,34 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, levels: int) -> list[Tree]
 
 
 def _trees(group: Sequence[Trace], seq_len: int, levels: int) -> Iterator[Tree]:
-    num_shared = _num_common_tokens(group) - 1 if levels == 1 and len(group) > 1 else 0
+    num_shared = 0
+    if levels == 1 and len(group) > 1:  # of tokens that are in no loss
+        prompt = group[0].tokens[: min(trace.num_prompt_tokens for trace in group)]
+        num_shared = max(0, min(_num_equal(prompt, trace.tokens) for trace in group) - 1)
 
     def build(traces: Sequence[Trace]) -> list[Tree]:
         if levels > 1:
             return _deep_trees(traces, levels)
         leaves = [
-            Tree(traces=[trace], first=max(0, num_shared), end=len(trace.tokens) - 1)
-            for trace in traces
+            Tree(traces=[trace], first=num_shared, end=len(trace.tokens) - 1) for trace in traces
         ]
-        if num_shared < 1:
+        if not num_shared:
             return leaves
         return [Tree(traces=list(traces), first=0, end=num_shared, children=leaves)]
 
     for tree in build(group):
+        if tree.size <= seq_len:
+            yield tree
+            continue
         # traces that share many tokens are neighbors
         order = {id(trace): i for i, (_, node) in enumerate(tree.nodes()) for trace in node.traces}
         part: list[Trace] = []
-        if tree.size > seq_len:
-            for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
-                if part and any(x.size > seq_len for x in build([*part, trace])):
-                    yield from build(part)
-                    part = []
-                part.append(trace)
-        yield from build(part) if part else [tree]
-
-
-def _num_common_tokens(group: Sequence[Trace]) -> int:
-    """Number of equal first tokens, none of which is in the loss; fewer than the tokens of any
-    trace.
-    """
-    num_common = min(trace.num_prompt_tokens for trace in group)
-    tokens = np.stack([trace.tokens[:num_common] for trace in group])
-    differs = (tokens != tokens[0]).any(0)
-    return int(differs.argmax()) if differs.any() else num_common
+        for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
+            if part and any(x.size > seq_len for x in build([*part, trace])):
+                yield from build(part)
+                part = []
+            part.append(trace)
+        yield from build(part)
 
 
 def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
@@ -160,56 +154,57 @@ def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
     While a path has too many shared nodes, the one that saves the fewest tokens becomes the start of
     each of its children.
     """
-    trees: list[Tree] = []
+    root = Tree(traces=[], first=0, end=0)
     for trace in traces:
-        _insert(trees, trace)
+        _insert(root.children, trace)
     while True:
-        path = max((path for tree in trees for path in _paths(tree)), key=len)
-        if len(path) <= levels + 1:
-            return trees
-        node = min(path[:-1], key=lambda x: (x.end - x.first) * (len(x.children) - 1))
+        longest: list[Tree] = []
+        path: list[Tree] = []
+        for depth, node in root.nodes():
+            path = [*path[:depth], node]
+            longest = max(longest, path, key=len)
+        if len(longest) <= levels + 2:
+            return root.children
+        parent, node = min(
+            zip(longest, longest[1:-1]),
+            key=lambda pair: (pair[1].end - pair[1].first) * (len(pair[1].children) - 1),
+        )
         for child in node.children:
             child.first = node.first
         node.children[0].traces += [x for x in node.traces if len(x.tokens) - 1 <= node.end]
-        siblings = path[path.index(node) - 1].children if node is not path[0] else trees
-        at = siblings.index(node)
-        siblings[at : at + 1] = node.children
-
-
-def _paths(tree: Tree) -> Iterator[list[Tree]]:
-    """The nodes from the root to each node."""
-    path: list[Tree] = []
-    for depth, node in tree.nodes():
-        path = [*path[:depth], node]
-        yield path
+        at = parent.children.index(node)
+        parent.children[at : at + 1] = node.children
 
 
 def _insert(siblings: list[Tree], trace: Trace) -> None:
     """Adds a trace to trees, with a node for the inputs that it does not share."""
     at, end = 0, len(trace.tokens) - 1
     while at < end:
-        node = next((node for node in siblings if _num_shared(node, trace) > 0), None)
-        if node is None:
+        for node in siblings:
+            span = slice(node.first, node.end + 1)
+            num_equal = _num_equal(node.trace.tokens[span], trace.tokens[span])
+            if num_equal > 1:  # an input is shared if it predicts equal tokens
+                break
+        else:
             siblings.append(Tree(traces=[trace], first=at, end=end))
             return
-        at += _num_shared(node, trace)
+        at += num_equal - 1
         if at < min(node.end, end):
             others = [other for other in node.traces if len(other.tokens) - 1 > at]
             rest = Tree(traces=others, first=at, end=node.end, children=node.children)
             node.end, node.children = at, [rest]
         node.traces.append(trace)
         if at == node.end and not node.children:
-            node.end = max(at, end)
+            node.end = end
             return
         siblings = node.children
 
 
-def _num_shared(node: Tree, trace: Trace) -> int:
-    """Inputs of a node that a trace has, from its first on, if they predict equal tokens."""
-    ours, theirs = (x.tokens[node.first : node.end + 1] for x in (node.trace, trace))
+def _num_equal(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """Number of equal first tokens."""
     num_tokens = min(len(ours), len(theirs))
     differs = ours[:num_tokens] != theirs[:num_tokens]
-    return (int(differs.argmax()) if differs.any() else num_tokens) - 1
+    return int(differs.argmax()) if differs.any() else num_tokens
 
 
 class PackedTraces:

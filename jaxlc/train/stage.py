@@ -141,14 +141,15 @@ class StageRun(Outputs):
     def reward(self, position: Position) -> Position:
         """Writes means over the answers to rollouts.eval_prompts to metrics.jsonl, if there are any
         and they are not known."""
-        maker, step = self.stage.rollout_maker, position.step
-        known = self.checkpoints.evaluation(step)
-        if maker is None or not maker.has_eval_prompts or HELDOUT_REWARD in known:
+        step, is_known = position.step, HELDOUT_REWARD in self.checkpoints.evaluation(position.step)
+        if is_known or not self.stage.config.rollouts.eval_prompts:
             return position
         path = self.stage.data.source.train.path(step)
         path = path.with_suffix(f".heldout{path.suffix}")
         with watchdog.phase("generation"), self.progress.spinner("evaluating rewards"):
-            means = maker.heldout(position.state.params, step, path, self.workdir)
+            means = self.stage.rollout_maker.heldout(
+                position.state.params, step, path, self.workdir
+            )
         self.metrics.write(
             step=step, **{f"{HELDOUT_REWARD}/{name}": value for name, value in means.items()}
         )

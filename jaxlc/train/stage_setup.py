@@ -82,7 +82,7 @@ class PreparedStage(Stage):
             every[EVAL_LOSS] = self.config.train.eval_every_steps
         if self.scorer is not None:
             every[SCORES] = self.config.evals.every_steps
-        if self.rollout_maker is not None and self.rollout_maker.has_eval_prompts:
+        if self.config.rollouts.eval_prompts:
             every[HELDOUT_REWARD] = self.config.train.eval_every_steps
         return [name for name in every if step == self.end_step or is_period(step, every[name])]
 

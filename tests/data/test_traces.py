@@ -397,6 +397,7 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
             "shared_prefixes=1",
         ),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
+        (dict(data=dict(shared_tokens="node")), "shared_tokens='node' has no effect"),
     ],
     ids=str,
 )

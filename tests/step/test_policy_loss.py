@@ -265,7 +265,7 @@ def branching_rows(kinds: str):
         ("replay", dict(context=4)),
         pytest.param("", dict(context=1), marks=pytest.mark.full),
         pytest.param("", dict(context=4), marks=pytest.mark.full),
-        pytest.param("", dict(context=2, tensor=2, fsdp=2), marks=pytest.mark.full),
+        pytest.param("", dict(context=2, tensor=2), marks=pytest.mark.full),
     ],
     ids=str,
 )

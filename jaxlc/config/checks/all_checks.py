@@ -173,6 +173,12 @@ def _prefix_problems(config: Config) -> Iterator[str]:
             " use --config.attention.document_mask=True"
         )
 
+    if config.data.shared_tokens != "leaf" and config.attention.shared_prefixes < 2:
+        yield (
+            f"config.data.shared_tokens={config.data.shared_tokens!r} has no effect without tokens in the loss that"
+            " traces share; set --config.attention.shared_prefixes=2 or more"
+        )
+
 
 def _rollout_problems(config: Config) -> Iterator[str]:
     rollouts, posttrain = config.rollouts, config.posttrain

@@ -70,6 +70,7 @@ def complete_traces(
         arrays.setdefault(
             "loss_tokens", np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
         )
+        check_range("loss token", arrays["loss_tokens"], segments.shape[1], where)
         arrays.setdefault("loss_segments", segments)
         check_range("loss segment", arrays["loss_segments"], segments.shape[1] + 1, where)
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
@@ -294,21 +295,13 @@ def complete_batch(
     # whether the next token belongs to the same document
     continues = np.roll(~is_first, -1, axis=1)
     arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
-    weights = arrays.setdefault("loss_weights", continues)
+    has_rows = arrays["loss_segments"] > 0 if "loss_segments" in arrays else continues
+    weights = arrays.setdefault("loss_weights", has_rows)
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise UserError(f"invalid {where}: loss_weights are not all finite and at least 0")
-    has_target = weights > 0
-    if "loss_tokens" in arrays:
-        if not {"loss_segments", "loss_weights"} <= batch.keys():
-            raise UserError(
-                f"invalid {where}: loss_tokens need loss_segments and loss_weights; pass all three"
-            )
-        check_range("loss token", arrays["loss_tokens"], tokens.shape[1], where)
-        has_target = np.zeros(tokens.shape, bool)
-        rows, entries = np.nonzero(weights)
-        has_target[rows, arrays["loss_tokens"][rows, entries]] = True
-    # Targets without a weight may be any number, such as the -100 of other libraries.
-    arrays["targets"] = np.where(has_target, arrays["targets"], 0)
+    if "loss_tokens" not in arrays:
+        # Targets without a weight may be any number, such as the -100 of other libraries.
+        arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
     advice = "; set loss_weights to 0 where there is no target"
     check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
     complete_traces(arrays, dtypes, where)
