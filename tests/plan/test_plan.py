@@ -159,6 +159,7 @@ def test_ring_counts_permutes_of_all_loop_rounds(result):
     assert permutes.axes == ("context",) and permutes.crosses_domains and permutes.count == hops
 
 
+@pytest.mark.full  # test_parity.py has the program before it is compiled
 def test_ring_of_latents_sends_them_and_in_the_backward_pass_their_gradients_in_float32():
     config = small_config()
     config.model.update(

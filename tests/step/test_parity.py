@@ -1,9 +1,11 @@
 """Context, tensor and fsdp parallelism against one device: equal loss and gradients."""
 
 import ast
+import collections
 import dataclasses
 import functools
 import itertools
+import re
 import subprocess
 import sys
 
@@ -18,6 +20,7 @@ from tests.step.synthetic import (
     LATENT,
     MAMBA,
     MIXED_KINDS,
+    TOKENS,
     gradients_and_loss,
     make_batch,
     natural_rows,
@@ -346,6 +349,18 @@ def test_latent_attention_equals_one_device(strategy, axes, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     lora = dict(rank=2, projections=("latent", "key_value"))
     _assert_same(axes, split=split, memory=memory, model=LATENT, lora=lora)
+
+
+def test_ring_of_latents_sends_them_and_their_gradients_in_float32():
+    """Per token (rank + rotated dims), in 2 bytes, and 4 bytes for gradients; see test_plan.py."""
+    sections = dict(model=LATENT, mesh=dict(context=4), precision=dict(compute="bf16"))
+    step = small_step(small_config(**sections))
+    params = jax.eval_shape(lambda: step.init().params)
+    program = jax.jit(gradients_and_loss(step)).lower(params, make_batch(step, natural_rows()))
+    sent = re.findall(r"collective_permute.*-> tensor<(\w+)>", program.as_text())
+    size = f"{len(natural_rows())}x{TOKENS // 4}x{10 + 4}x"
+    # before the loop over further steps, and in it, of both passes; gradients also after the loop
+    assert collections.Counter(sent) == {size + "bf16": 4, size + "f32": 3}
 
 
 @pytest.mark.full
