@@ -539,8 +539,10 @@ def test_loaded_run_with_rollouts_has_rewards_and_no_evaluation(rollouts):
 
 
 def test_loaded_run_with_traces_evaluates_them(tmp_path):
-    """Without context gain, whose pieces cut documents apart from their prefixes."""
-    record = dict(prompt="a" * 90, chosen="b" * 9, rejected="c" * 9)
+    """Without context gain, whose pieces cut documents apart from their prefixes. Tokens of both
+    answers count twice.
+    """
+    record = dict(prompt="a" * 90, chosen="b" * 9, rejected="b" * 4 + "c" * 5)
     traces = tmp_path / "traces.jsonl"
     traces.write_text(
         "".join(
@@ -558,7 +560,7 @@ def test_loaded_run_with_traces_evaluates_them(tmp_path):
         ffn_dim=32,
     )
     config.data.update(sources=(), traces=str(traces), seq_len=1024, eval_fraction=0.3)
-    config.attention.shared_prefixes = True
+    config.attention.shared_prefixes = 2
     save_step_0(config, tmp_path / "run")
     evaluation = jaxlc.load(tmp_path / "run").evaluate()
     assert evaluation.sums.weight.sum() % 20 == 0 and abs(evaluation.loss - np.log(257)) < 0.5
