@@ -3,7 +3,7 @@ r"""GRPO of Qwen3-30B-A3B, a mixture of experts, with routing replay and trees o
     jaxlc train --config=grpo_qwen3_moe_128k:mini    # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=grpo_qwen3_moe_128k --topology=h100:1x8 --document_lengths=tree:131072+8x8192
 
-The traces of a prompt of up to 131,072 tokens are trees of up to three levels of shared tokens, also of answers, such as
+The traces of a prompt of up to 131,072 tokens are trees of up to three levels of shared tokens, also of answers, as
 those of agents that branch after some turns (docs/post_training.md). The records have the experts that the sampler
 chose, and its log-probabilities: importance weights correct the difference that remains. The limits are those of
 configs/recipes/grpo_128k.py and the defaults; YaRN is what the model card gives for 131,072 tokens; learning rate, rank
