@@ -58,7 +58,7 @@ def is_first(ranks: Ranks) -> jax.Array | bool:
 
 class Affine(NamedTuple):
     """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With
-    prefixes, K counts the rows of both states.
+    prefixes, K counts the rows of all states.
 
     M may be smaller, [..., n, n], if each of n parts of S becomes a sum of all parts with factors.
     """

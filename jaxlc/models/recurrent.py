@@ -34,7 +34,6 @@ from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.recurrent import RecurrentWidths
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.errors import Unsupported
 from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, weight
 from jaxlc.models.contract import (
     BatchTokens,
@@ -163,7 +162,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         sharded = ShardedRecurrence(on.mesh, cls.rule(on.model), on.num_chains, num_taps)
 
         def prepare(tokens: BatchTokens):
-            return sharded.prepare(tokens.segments_BT, _prefixes_BT(tokens), tokens.fragments_BT)
+            return sharded.prepare(tokens.segments_BT, tokens.prefixes_BTD, tokens.fragments_BT)
 
         return Sequences(prepare, sharded)
 
@@ -176,7 +175,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
             segments_BT = tokens.segments_BT
             if segments_BT is None:
                 segments_BT = jnp.ones_like(tokens.positions_BT)
-            return tiled.prepare(segments_BT, _prefixes_BT(tokens))
+            return tiled.prepare(segments_BT, tokens.prefixes_BTD)
 
         return Tiles(prepare, RecurrentTiles(tiled))
 
@@ -346,19 +345,3 @@ def _last_inputs(
 
     here = lax.psum(taken(x_bthW, local_bP, is_here), CONTEXT)
     return taken(past_bPhW, num_past + index_bP, index_bP < 0) + here.astype(past_bPhW.dtype)
-
-
-def _prefixes_BT(tokens: BatchTokens) -> jax.Array | None:
-    """The prefixes of level 0.
-
-    Raises:
-      Unsupported: there are more levels.
-    """
-    if tokens.prefixes_BTD is None:
-        return None
-    if (num_levels := tokens.prefixes_BTD.shape[2]) > 1:
-        raise Unsupported(
-            f"unsupported: config.attention.shared_prefixes={num_levels} with recurrent layers; use"
-            " --config.attention.shared_prefixes=1"
-        )
-    return tokens.prefixes_BTD[..., 0]

@@ -189,7 +189,7 @@ def mixed_in_tiles(net: TiledRecurrence, operands: Operands, documents: Document
     ranges = net.prepare(*documents)
 
     def before_tiles(x):
-        before = net.tokens_before(x.reshape(*x.shape[:3], -1), ranges.prefixes_Bt)
+        before = net.tokens_before(x.reshape(*x.shape[:3], -1), ranges.prefixes_BtD)
         return net.before_tiles(before.reshape(*before.shape[:2], *x.shape[3:]))
 
     tiles = tokens, tuple(map(before_tiles, tokens[:3])), ranges
@@ -261,35 +261,48 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
             assert max_relative_error(a, b) < bound, name
 
 
-# tokens of prefixes and of their branches, which start in one chunk and on other ranks
-TREES = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]
+# Trees by their number of levels of prefixes: the tokens of a node, and the nodes that continue it.
+# Several levels start in one chunk, and on other ranks; some nodes are shorter than the
+# convolutions reach.
+TREES = {
+    1: [(150, (70,), (1,), (2,), (60,)), (2, (9,), (3,)), (1, (3,)), (90,)],
+    4: [
+        (71, (33, (1, (2, (1,), (45,)), (1,)), (20,)), (1, (1, (1, (1,)))), (66,)),
+        (1, (2, (1, (2, (3,), (1,)), (77, (1,))))),
+        (30, (25, (1, (2, (13,)))), (7,)),
+        (90,),
+    ],
+}
 
 
-def packed_trees():
-    """segments and prefixes [512] of TREES. With each document as a row of its own, after its prefix: the places of the
-    tokens of a row, padded with -1, and for each token a row that has it and the place there."""
-    segments, prefixes, rows, at = [], [], [], 0
-    for length, branches in TREES:
-        prefix, first = len(segments) + 1, np.arange(at, at + length)
-        at += length
-        segments.append(first)
-        prefixes.append(0)
-        for branch in branches or (0,):
-            own = np.arange(at, at + branch)
-            at += branch
-            rows.append(np.concatenate([first, own]))
-            if branch:
-                segments.append(own)
-                prefixes.append(prefix)
-    of_token = np.zeros((2, 512), np.int32)
-    for number, places in enumerate(segments, 1):
-        of_token[0, places], of_token[1, places] = number, prefixes[number - 1]
+def packed_trees(levels: int):
+    """segments [1, 512] and prefixes [1, 512, levels] of TREES. With each leaf as a row of its own, after its prefixes:
+    the places of the tokens of a row, padded with -1, and for each token a row that has it and the place there."""
+    segments, prefixes, nodes, rows = [], [], [], []
+
+    def add(path, before, length, *children):
+        own = len(segments) + np.arange(length)
+        nodes.append(length)
+        segments.extend([len(nodes)] * length)
+        prefixes.extend([[*path, *[0] * (levels - len(path))]] * length)
+        for child in children:
+            add([*path, segments[own[0]]], [*before, *own], *child)
+        if not children:
+            rows.append(np.array([*before, *own]))
+
+    for tree in TREES[levels]:
+        add([], [], *tree)
+    missing = 512 - len(segments)
     index_RL = np.full((len(rows), max(map(len, rows))), -1)
-    row_of_token = np.zeros((2, at), int)
+    row_of_token = np.zeros((2, len(segments)), int)
     for row, places in enumerate(rows):
         index_RL[row, : len(places)] = places
         row_of_token[:, places] = np.full(len(places), row), np.arange(len(places))
-    return *of_token[:, None], index_RL, row_of_token
+    segments, prefixes = (
+        np.pad(x, [(0, missing), *[(0, 0)] * (np.ndim(x) - 1)])[None].astype(np.int32)
+        for x in (segments, prefixes)
+    )
+    return segments, prefixes, index_RL, row_of_token
 
 
 def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
@@ -304,13 +317,14 @@ def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
 
 
 @pytest.mark.parametrize(
-    "kind, context, tiles, dtype",
+    "kind, context, tiles, levels, dtype",
     [
-        ("gated_delta_net", 4, 0, "float64"),
-        ("mamba2", 4, 2, "float64"),
-        ("kimi_delta", 1, 4, "float64"),
+        ("gated_delta_net", 4, 0, 4, "float64"),
+        ("mamba2", 4, 2, 4, "float64"),
+        ("kimi_delta", 1, 4, 4, "float64"),
         *(
-            pytest.param(kind, context, tiles, dtype, marks=pytest.mark.full)
+            pytest.param(kind, context, tiles, levels, dtype, marks=pytest.mark.full)
+            for levels in TREES
             for kind, context, tiles, dtype in [
                 ("gated_delta_net", 1, 0, "float64"),
                 ("gated_delta_net", 4, 0, "float32"),
@@ -324,9 +338,9 @@ def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
         ),
     ],
 )
-def test_branches_equal_separate_rows(kind, context, tiles, dtype):
+def test_branches_equal_separate_rows(kind, context, tiles, levels, dtype):
     """Prefixes shorter and longer than a chunk and a piece of a tile."""
-    segments, prefixes, index_RL, row_of_token = packed_trees()
+    segments, prefixes, index_RL, row_of_token = packed_trees(levels)
     with jax.enable_x64(dtype == "float64"):
         order = zigzag_order(512, context)
         arrays, mesh = (*operands(dtype), *filters(dtype)), mesh_of(context=context)

@@ -31,13 +31,18 @@ With a gate for each channel, exp(G_i - G_j) is inside the product of q_i and k_
 infinite. So two neighboring blocks of tokens are multiplied with factors exp(G_i - R) and exp(R -
 G_j), where R is G at the end of the first one, and blocks of a few tokens without products.
 
-Segments (branches) may continue another one, their prefix. Then a second state is passed on, the
-state after the last token that is in no branch: a prefix is followed by its branches, so where a
-branch starts this is the state after its prefix. Both are one state [2 K, V]: q, k and w have 2 K
-columns, and the decay is a matrix [2, 2] of scalars, or of vectors of K channels.
+Segments may continue another one, their prefix, which may continue another one: the nodes of trees
+of at most D + 1 levels, level 0 being those without a prefix. A node is followed by the nodes that
+continue it, each with all that continue that one. So D more states are passed on, those after the
+last token of level e or less, for each e < D: where a node of level e + 1 starts, this is the state
+after its prefix. A token reads the tokens of its path, which are those of its own node and of all
+prefixes, as far as they are in its chunk, and one of the states that enter the chunk. Gates add up
+along the path. All states are one state [(D + 1) K, V]: q, k and w have (D + 1) K columns, and the
+decay is a matrix [D + 1, D + 1] of scalars, or of vectors of K channels.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,15 +120,16 @@ class Tokens(NamedTuple):
     skip_BLH: jax.Array | None  # None: 0
     segments_BL: jax.Array  # int32; outputs of segment 0, padding, are 0
     segment_before_B: jax.Array | None  # of the token before these; 0: none
-    # the segment that a token's segment continues; 0, or None: it continues none
-    prefixes_BL: jax.Array | None = None
+    # The prefix of each level that a token's segment continues; 0 from the segment's own level on.
+    # None: no segment continues another one.
+    prefixes_BLD: jax.Array | None = None
 
 
 class _Chunks(NamedTuple):
     """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are
     applied.
 
-    With prefixes, K counts the rows of both states. Factors of products have the dtype of the
+    With prefixes, K counts the rows of all states. Factors of products have the dtype of the
     tokens.
     """
 
@@ -334,18 +340,19 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     ]
     is_padding = segments[..., None] == 0
     q = jnp.where(is_padding, 0, q * rule.scale)
-    prefixes = None if tokens.prefixes_BL is None else cut(tokens.prefixes_BL)[:, :, None]
+    prefixes = () if tokens.prefixes_BLD is None else _levels(cut(tokens.prefixes_BLD)[:, :, None])
     paths = _paths(segments, before, prefixes)
-    if prefixes is None:
-        G = jnp.cumsum(g, axis=-2)
-    else:  # along the path from the first token of the chunk that a token reads
+    if prefixes:  # along the path from the first token of the chunk that a token reads
         G = product("...ij,...jk->...ik", paths.visible.astype(wide), g)
+    else:
+        G = jnp.cumsum(g, axis=-2)
 
     since_start = [jnp.where(enters[..., None], jnp.exp(G), 0) for enters in paths.enters]
     factors = [[_at(since, last) for since in since_start] for last in paths.last]
-    if prefixes is not None:
-        passes = 1 - paths.last[1].sum(-1, keepdims=True).astype(wide)
-        factors[1][1] = jnp.broadcast_to(passes, factors[1][1].shape)
+    for state, last in enumerate(paths.last):
+        if last is not None:
+            passes = 1 - last.sum(-1, keepdims=True).astype(wide)
+            factors[state][state] = jnp.broadcast_to(passes, factors[state][state].shape)
     until_end = _until_end(G, paths)
     scores, kk = _decayed_products([q, k], k, G, paths, segments, prefixes)
     q, k = (jnp.repeat(x, num_heads // x.shape[2], axis=2) for x in (q, k))
@@ -399,7 +406,7 @@ def _decayed_products(
     G: jax.Array,
     paths: "_Paths",
     segments: jax.Array,
-    prefixes: jax.Array | None,
+    prefixes: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
     num_heads, dtype = G.shape[2], k.dtype
@@ -421,7 +428,7 @@ def _products_by_channel(
     k: jax.Array,
     G: jax.Array,
     segments: jax.Array,
-    prefixes: jax.Array | None,
+    prefixes: Sequence[jax.Array],
     dtype,
 ) -> jax.Array:
     """The sums over channels c of x_ic k_jc exp(G_ic - G_jc), [x, N, B, H, C, C], where token i
@@ -439,12 +446,13 @@ def _products_by_channel(
         x = blocks(x, axis)
         return (lax.slice_in_dim(x, start, None, 2, axis=axis + x.ndim - 1) for start in range(2))
 
-    inside = _paths(blocks(segments, -1), none, None if prefixes is None else blocks(prefixes, -1))
+    inside = _paths(blocks(segments, -1), none, [blocks(prefix, -1) for prefix in prefixes])
     total = _direct_products(*(blocks(array, -2) for array in (x, k, G)), inside.visible)
     while size < x.shape[-2]:
         (_, x2), (k1, _), (G1, G2) = (pairs(array, -2) for array in (x, k, G))
-        segments1, segments2 = pairs(segments, -1)
-        prefixes1, prefixes2 = (None, None) if prefixes is None else pairs(prefixes, -1)
+        (segments1, *prefixes1), (segments2, *prefixes2) = zip(
+            *(pairs(array, -1) for array in (segments, *prefixes))
+        )
         first = _paths(segments1, none, prefixes1)
         second = _paths(segments2, segments1[..., -1:], prefixes2)
         below = 0
@@ -489,7 +497,9 @@ _direct_products.defvjp(_direct_forward, _direct_backward)
 
 
 class _Paths(NamedTuple):
-    """Which tokens of a chunk, and which states that enter it, a token reads."""
+    """Which tokens of a chunk, and which states that enter it, a token reads. First comes the state
+    after the last token, then those of the levels of prefixes, the deepest one first.
+    """
 
     visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
     enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
@@ -498,26 +508,35 @@ class _Paths(NamedTuple):
     last: list[jax.Array | None]
 
 
-def _paths(segments: jax.Array, before: jax.Array, prefixes: jax.Array | None) -> _Paths:
-    """Arguments are [N, B, 1, C], and [N, B, 1, 1]: the segment of the token before the chunk."""
+def _levels(prefixes: jax.Array) -> list[jax.Array]:
+    """[..., D] -> D arrays, the deepest level first."""
+    return [prefixes[..., level] for level in reversed(range(prefixes.shape[-1]))]
+
+
+def _paths(segments: jax.Array, before: jax.Array, prefixes: Sequence[jax.Array]) -> _Paths:
+    """Arguments are [N, B, 1, C], and [N, B, 1, 1]: the segment of the token before the chunk.
+
+    Args:
+      prefixes: of `_levels`.
+    """
     lower = jnp.tri(segments.shape[-1], dtype=bool)
     visible = lower & (segments[..., :, None] == segments[..., None, :])
-    continues = segments == before
-    if prefixes is None:
-        return _Paths(visible, [continues], [None])
-    in_prefix = (
-        lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
-    )
-    # A prefix that starts in the chunk is visible; of one that ended or continues from before, the
-    # state is read, too.
-    started = in_prefix.any(-1) & (prefixes != before)
-    reads_prefix = (prefixes != 0) & ~continues & ~started
-    in_no_branch = prefixes == 0
-    # tokens in no branch from here on
-    is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)
-    return _Paths(
-        visible | in_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)]
-    )
+    has_entered = segments == before
+    enters, last = [has_entered], [None]
+    for prefix in prefixes:
+        in_branch = prefix != 0
+        in_prefix = lower & (prefix[..., :, None] == segments[..., None, :]) & in_branch[..., None]
+        visible |= in_prefix
+        # A prefix that starts in the chunk is visible; of the deepest one that ended or continues
+        # from before, the state is read, too.
+        started = in_prefix.any(-1) & (prefix != before)
+        reads_prefix = in_branch & ~has_entered & ~started
+        enters.append(reads_prefix)
+        has_entered |= reads_prefix
+        # tokens of this level or less from here on
+        is_after = jnp.flip(jnp.cumsum(jnp.flip(~in_branch, -1), -1), -1)
+        last.append(~in_branch & (is_after == 1))
+    return _Paths(visible, enters, last)
 
 
 def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:

@@ -1,16 +1,17 @@
 """A causal convolution of few taps along a sequence that is split over ranks; for code inside
 `shard_map`.
 
-What convolutions read of prefixes: the last tokens of a prefix are before the first tokens of each
-of its branches.
+What convolutions read of prefixes: before the first tokens of a segment are the last tokens of its
+prefix, and before those, if they are few, the last ones of the prefix's own prefix, and so on.
 
-A prefix is followed by its branches, so it ends at the last token before a branch that is in no
-branch. Each fragment is cut into chunks. Of the tokens before a chunk, it needs the last ones that
-end in this way: a scan over the chunks of a fragment finds them, and ranks exchange the last tokens
-of their fragments. Within a chunk, matrices of 0 and 1 select tokens, so that no gradient is a
-scatter.
+A prefix of level e is followed by all segments that continue it, so for their tokens it ends at the
+last token before them of level e or less. Each fragment is cut into chunks. Of the tokens before a
+chunk, it needs for each level the last ones that end in this way, its tail: a scan over the chunks
+of a fragment finds them, and ranks exchange the tails of their fragments. Within a chunk, matrices
+of 0 and 1 select tokens, so that no gradient is a scatter.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ _ONE_RANK = Ranks(CONTEXT, 1)
 
 
 class Tail(NamedTuple):
-    """The last P - 1 tokens before a place in the sequence, of which the last is in no branch."""
+    """The last P - 1 tokens before a place in the sequence that end with one of a level or less."""
 
     x: jax.Array  # [..., P - 1, W]
     segments: jax.Array | None  # int32 [..., P - 1]; None: not asked for
@@ -42,8 +43,8 @@ class _Chunks(NamedTuple):
 
     x: jax.Array  # [..., P - 1 + C, W], with the tokens before the chunk
     segments: jax.Array  # int32 [..., P - 1 + C]
-    prefixes: jax.Array  # int32 [..., C]
-    # int32 [..., C]: the last token up to each one that is in no branch, an index; -1: none
+    prefixes: jax.Array  # int32 [..., C, D]
+    # int32 [..., C, D]: the last token up to each one of level e or less, an index; -1: none
     ends: jax.Array
 
 
@@ -54,16 +55,22 @@ def taps_of_prefixes(
     weights_PW: jax.Array,
     ranks: Ranks,
 ) -> list[jax.Array]:
-    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each fragment, in float32 or
+    """The sums over the tokens of prefixes that the taps reach, [B, L, W] of each fragment, in float32 or
     wider.
 
     Args:
       x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
-      prefixes: [B, L], of the fragments.
+      prefixes: [B, L, D], of the fragments.
     """
     num_before, sums = len(weights_PW) - 1, []
     chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
-    tails = tails_before([_last_tails(part, num_before) for part in chunks], ranks)
+
+    @functools.partial(jax.vmap, in_axes=-1, out_axes=2)
+    def tails_of_level(ends: list[jax.Array]) -> list[Tail]:
+        last = [_last_tails(part, end, num_before) for part, end in zip(chunks, ends)]
+        return tails_before(last, ranks)
+
+    tails = tails_of_level([part.ends[:, :, -1] for part in chunks])
     for part, tail, own in zip(chunks, tails, prefixes):
         out_BNCW = _sums(part, tail, weights_PW)
         sums.append(out_BNCW.reshape(len(own), -1, out_BNCW.shape[-1])[:, : own.shape[1]])
@@ -88,9 +95,9 @@ def tails_before(last: list[Tail], ranks: Ranks) -> list[Tail]:
 
 
 def _chunks(
-    x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BL: jax.Array, num_before: int
+    x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BLD: jax.Array, num_before: int
 ) -> _Chunks:
-    num_tokens, size = prefixes_BL.shape[1], max(_CHUNK_TOKENS, num_before)
+    num_tokens, size = prefixes_BLD.shape[1], max(_CHUNK_TOKENS, num_before)
     missing = -num_tokens % size
 
     def cut(x):  # with the tokens before each chunk
@@ -101,15 +108,14 @@ def _chunks(
         )
         return jnp.concatenate([before, own], axis=2)
 
-    padded = jnp.pad(prefixes_BL, [(0, 0), (0, missing)], constant_values=-1)
-    prefixes = padded.reshape(len(padded), -1, size)
-    ends = lax.cummax(jnp.where(prefixes == 0, jnp.arange(size), -1), axis=2)
+    padded = jnp.pad(prefixes_BLD, [(0, 0), (0, missing), (0, 0)], constant_values=-1)
+    prefixes = padded.reshape(len(padded), -1, size, padded.shape[2])
+    ends = lax.cummax(jnp.where(prefixes == 0, jnp.arange(size)[:, None], -1), axis=2)
     return _Chunks(cut(x_BLW), cut(segments_BL), prefixes, ends)
 
 
-def _last_tails(chunks: _Chunks, num_before: int) -> Tail:
-    """The tail that ends in each chunk, [B, chunks, ...]."""
-    end_BN = chunks.ends[..., -1]
+def _last_tails(chunks: _Chunks, end_BN: jax.Array, num_before: int) -> Tail:
+    """The tail that ends in each chunk, [B, chunks, ...]; `end_BN`: where, -1: nowhere."""
     columns = end_BN[..., None] + 1 + jnp.arange(num_before)
     selected = columns[..., None] == jnp.arange(chunks.x.shape[2])
     x = _selected(selected, chunks.x)
@@ -145,31 +151,34 @@ def _fragment_tails(own: list[Tail], ranks: Ranks) -> list[Tail]:
     return list(map(before, places))
 
 
-def _sums(chunks: _Chunks, tail: Tail, weights_PW: jax.Array) -> jax.Array:
-    num_before, size = len(weights_PW) - 1, chunks.prefixes.shape[2]
+def _sums(chunks: _Chunks, tails: Tail, weights_PW: jax.Array) -> jax.Array:
+    """As `taps_of_prefixes`, [B, chunks, C, W], from the tails of all levels, [B, chunks, D, ...]."""
+    num_before, (size, num_levels) = len(weights_PW) - 1, chunks.prefixes.shape[2:]
     wide = jnp.promote_types(jnp.float32, chunks.x.dtype)
-    rows = jnp.concatenate([tail.x, chunks.x], axis=2)
-    row_segments = jnp.concatenate([tail.segments, chunks.segments], axis=2)[:, :, None]
+
+    def with_tails(tails, tokens):  # [B, chunks, rows, ...]
+        return jnp.concatenate([tails.reshape(*tails.shape[:2], -1, *tails.shape[4:]), tokens], 2)
+
+    rows, row_segments = with_tails(tails.x, chunks.x), with_tails(tails.segments, chunks.segments)
     own = chunks.segments[..., num_before:]
-    # The tokens of its own segment that each token reads, besides itself.
-    num_own = sum(
+    # The tokens that each token reads of its own segment, besides itself, and of deeper levels.
+    number = sum(
         (chunks.segments[..., i : i + size] == own).astype(jnp.int32) for i in range(num_before)
     )
-    end = jnp.where(chunks.ends < 0, num_before - 1, 2 * num_before + chunks.ends)
-    is_branch = chunks.prefixes > 0
-    total = jnp.zeros((*own.shape, chunks.x.shape[-1]), wide)
-    for distance in range(num_before):  # from the end of the prefix
-        is_row = (end - distance)[..., None] == jnp.arange(rows.shape[2])
-        is_row &= (row_segments == chunks.prefixes[..., None]) & is_branch[..., None]
-        # by the number of own tokens
-        taps = [num_before - 1 - distance - number for number in range(num_before)]
-        weights_BNCW = sum(
-            jnp.where((num_own == number)[..., None], weights_PW[tap].astype(wide), 0)
-            for number, tap in enumerate(taps)
-            if tap >= 0
-        )
-        total += _selected(is_row, rows).astype(wide) * weights_BNCW
-    return total
+    distance = 0  # of rows that are tokens of prefixes, along the path; 0: other rows
+    for level in reversed(range(num_levels)):
+        prefix, end = chunks.prefixes[..., level], chunks.ends[..., level]
+        tail_end, chunk_start = num_before * (level + 1) - 1, num_before * (num_levels + 1)
+        end = jnp.where(end < 0, tail_end, chunk_start + end)
+        from_end = end[..., None] - jnp.arange(rows.shape[2])
+        is_row = (row_segments[:, :, None] == prefix[..., None]) & (prefix > 0)[..., None]
+        is_row &= (from_end >= 0) & (from_end < num_before)
+        distance += jnp.where(is_row, number[..., None] + 1 + from_end, 0)
+        number += is_row.sum(-1, dtype=jnp.int32)
+    return sum(
+        _selected(distance == num_before - tap, rows).astype(wide) * weights_PW[tap].astype(wide)
+        for tap in range(num_before)
+    )
 
 
 def _selected(is_selected: jax.Array, x: jax.Array) -> jax.Array:
@@ -191,7 +200,7 @@ def convolution(
     x_btW: jax.Array,
     weights_PW: jax.Array,
     segments_bt: jax.Array | None,
-    prefixes_bt: jax.Array | None = None,
+    prefixes_btD: jax.Array | None = None,
     *,
     ranks: Ranks = _ONE_RANK,
     num_fragments: int = 1,
@@ -202,7 +211,7 @@ def convolution(
     Each fragment receives the last P - 1 tokens before it, and their segments.
 
     Args:
-      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the segment it continues.
+      prefixes_btD: of `chunks.Tokens`: the first tokens of a segment also read the last ones of its prefixes.
       past_bPW: the P - 1 tokens before the sequence, without segments. None: there are none.
     """
     if segments_bt is None:
@@ -222,9 +231,9 @@ def convolution(
         for pairs in ((before, x), (segments_before, segments))
     )
     prefix_sums = [None] * num_fragments
-    if prefixes_bt is not None:
+    if prefixes_btD is not None:
         prefix_sums = taps_of_prefixes(
-            x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks
+            x, segments, jnp.split(prefixes_btD, num_fragments, axis=1), weights_PW, ranks
         )
     return jnp.concatenate(
         [_convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, prefix_sums)], 1

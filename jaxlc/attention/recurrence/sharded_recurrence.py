@@ -87,13 +87,11 @@ class Operands(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The documents of sequences, int32 [B, T]."""
+    """The documents of sequences, int32."""
 
-    # each starts with state 0, and 0 is padding. None: each sequence is one segment
+    # [B, T]; each starts with state 0, and 0 is padding. None: each sequence is one segment
     segments: jax.Array | None
-    # The segment that a token's segment continues, 0: none; see `recurrence`. None: no segment
-    # continues another one.
-    prefixes: jax.Array | None
+    prefixes: jax.Array | None  # [B, T, D], of `chunks.Tokens`
 
 
 class ShardedRecurrence(NamedTuple):
@@ -108,7 +106,7 @@ class ShardedRecurrence(NamedTuple):
     def prepare(
         self,
         segments_BT: jax.Array | None,
-        prefixes_BT: jax.Array | None = None,
+        prefixes_BTD: jax.Array | None = None,
         fragments_BT: jax.Array | None = None,
     ) -> Documents | GroupTable:
         """The `ranges` of a call.
@@ -117,7 +115,7 @@ class ShardedRecurrence(NamedTuple):
           fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`. None: zigzag order.
         """
         if fragments_BT is None:
-            return Documents(segments_BT, prefixes_BT)
+            return Documents(segments_BT, prefixes_BTD)
         local = functools.partial(
             group_table, ranks=self._ranks, num_chains=self.num_chains, num_before=max(1, self.num_taps - 1),
             most_tokens=sharded_rule.GROUP_TOKENS,
@@ -215,14 +213,14 @@ def filtered(
     x_bthW: jax.Array,
     conv: Filter,
     segments_bt: jax.Array | None,
-    prefixes_bt: jax.Array | None = None,
+    prefixes_btD: jax.Array | None = None,
     **how,
 ) -> jax.Array:
     """silu of the convolution and its bias of each channel of each head, computed in float32 or wider,
     in the dtype of x; `how`: further arguments of `convolution`.
     """
     flat, taps_PhW = x_bthW.reshape(*x_bthW.shape[:2], -1), conv.taps_PhW
-    out = convolution(flat, taps_PhW.reshape(len(taps_PhW), -1), segments_bt, prefixes_bt, **how)
+    out = convolution(flat, taps_PhW.reshape(len(taps_PhW), -1), segments_bt, prefixes_btD, **how)
     wide = _wide(out).reshape(x_bthW.shape)
     if conv.bias_hW is not None:
         wide += conv.bias_hW

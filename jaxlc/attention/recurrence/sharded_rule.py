@@ -109,7 +109,7 @@ def continued_recurrence(
 
 def _first_state(tokens: Tokens) -> jax.Array:
     q, (num_sequences, _, num_heads, value_dim) = tokens.q_BLGK, tokens.v_BLHV.shape
-    num_states = 1 if tokens.prefixes_BL is None else 2
+    num_states = 1 if tokens.prefixes_BLD is None else 1 + tokens.prefixes_BLD.shape[-1]
     shape = num_sequences, num_heads, num_states * q.shape[-1], value_dim
     return jnp.zeros(shape, jnp.promote_types(jnp.float32, q.dtype))
 
@@ -177,11 +177,11 @@ def groups_of(
 
     segments = cut(tokens.segments_BL, mode="edge")
     before = jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]])
-    prefixes = tokens.prefixes_BL
+    prefixes = tokens.prefixes_BLD
     return jax.tree.map(cut, tokens)._replace(
         segments_BL=segments,
         segment_before_B=before,
-        prefixes_BL=None if prefixes is None else cut(prefixes, mode="edge"),
+        prefixes_BLD=None if prefixes is None else cut(prefixes, mode="edge"),
     )
 
 

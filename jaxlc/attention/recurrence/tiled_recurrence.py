@@ -2,7 +2,7 @@
 outputs by tile.
 
     tiled = TiledRecurrence(mesh, rule, tiles=n, num_taps=P)
-    segments = tiled.prepare(segments_BT, prefixes_BT)          once per training step, of all tiles
+    segments = tiled.prepare(segments_BT, prefixes_BTD)         once per training step, of all tiles
     before = tiled.before(project, x_nBtD, segments)            what the convolutions of all tiles read of other tiles
     maps = tiled.maps(operands, before, segments)               for each tile
     states = tiled.states(maps)                                 of all tiles: the exchange between ranks
@@ -12,8 +12,8 @@ Arrays are global, for use under `jit`, and JAX differentiates all of these func
 has two pieces, one of each of its fragments (`attention/query_tiles.py`). The pieces of the second
 fragment are in reverse order, so the states of all pieces follow from stored maps, [tiles, 2 x
 ranks, B, H, K, K + V]: of a tile with 32 heads of dimension 128, a rank stores 8 MiB of float32
-maps. With prefixes, it counts the rows of both states, and convolutions also read the last tokens
-of the last prefix before a piece.
+maps. With prefixes, K counts the rows of all states, and convolutions also read the tails of all
+levels before a piece (`convolution`).
 """
 
 import functools
@@ -57,7 +57,7 @@ class TileSegments(NamedTuple):
     own_Bt: jax.Array
     # [B, ranks x 2 x tokens of `TiledRecurrence.tokens_before`]; 0: no token
     before_Bt: jax.Array
-    prefixes_Bt: jax.Array | None  # see `sharded_recurrence.Documents`
+    prefixes_BtD: jax.Array | None  # see `sharded_recurrence.Documents`
 
 
 class TiledRecurrence(NamedTuple):
@@ -68,17 +68,19 @@ class TiledRecurrence(NamedTuple):
     tiles: int
     num_taps: int  # of the convolutions
 
-    def prepare(self, segments_BT: jax.Array, prefixes_BT: jax.Array | None = None) -> TileSegments:
+    def prepare(
+        self, segments_BT: jax.Array, prefixes_BTD: jax.Array | None = None
+    ) -> TileSegments:
         """The segments of all tiles."""
         own = jax.tree.map(
-            lambda x: tiles_of(x, self.mesh.shape[CONTEXT], self.tiles), (segments_BT, prefixes_BT)
+            lambda x: tiles_of(x, self.mesh.shape[CONTEXT], self.tiles), (segments_BT, prefixes_BTD)
         )
         before = self._split(self._before_pieces, (_SPLIT_TILES, _TILES), _TILES)(*own)
         return TileSegments(own[0], before, own[1])
 
-    def tokens_before(self, x_nBtD: jax.Array, prefixes_nBt: jax.Array | None) -> jax.Array:
+    def tokens_before(self, x_nBtD: jax.Array, prefixes_nBtD: jax.Array | None) -> jax.Array:
         """The tokens before the two pieces of each rank's tile, [B, ranks x n x 2 x tokens, D];
-        zeros before the sequence. With prefixes, first the last tokens of the last prefix before each piece.
+        zeros before the sequence. With prefixes, first the tails before each piece, of level 0 first.
 
         Args:
           x_nBtD: the residual stream, whose tokens are split over context and tensor.
@@ -88,7 +90,7 @@ class TiledRecurrence(NamedTuple):
             before_bntD = self._before_pieces(*tiles).swapaxes(0, 1)
             return before_bntD.reshape(len(before_bntD), -1, before_bntD.shape[-1])
 
-        return self._split(local, (_SPLIT_TILES, _TILES), _TOKENS)(x_nBtD, prefixes_nBt)
+        return self._split(local, (_SPLIT_TILES, _TILES), _TOKENS)(x_nBtD, prefixes_nBtD)
 
     def before_tiles(self, x_BtHV: jax.Array) -> jax.Array:
         """Projections of `tokens_before`, [n, B, ranks x 2 x tokens, H, V]."""
@@ -107,7 +109,7 @@ class TiledRecurrence(NamedTuple):
           operands: from tokens of the residual stream to the operands of `ShardedRecurrence.__call__`.
           segments: of all tiles.
         """
-        tokens = self._split_over(operands(self.tokens_before(x_nBtD, segments.prefixes_Bt)))
+        tokens = self._split_over(operands(self.tokens_before(x_nBtD, segments.prefixes_BtD)))
         return tuple(map(self.before_tiles, tokens[:3]))
 
     def maps(self, operands: tuple, before: tuple, segments: TileSegments) -> Affine:
@@ -200,7 +202,7 @@ def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
       q_k_v: after their convolutions, [2 x b, tokens, ...].
     """
     gates = jax.tree.map(_pieces, operands[3:6])
-    own, prefixes = jax.tree.map(_pieces, (segments.own_Bt, segments.prefixes_Bt))
+    own, prefixes = jax.tree.map(_pieces, (segments.own_Bt, segments.prefixes_BtD))
     tokens = Tokens(*q_k_v, *gates, own, None, prefixes)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
@@ -220,22 +222,26 @@ def _filtered(arrays: tuple, before: tuple, filters: tuple, segments: TileSegmen
     def with_before(x_bt, before_bt):
         return jnp.concatenate([_pieces(before_bt), _pieces(x_bt)], axis=1)
 
-    segments_BL, prefixes_BL = with_before(segments.own_Bt, segments.before_Bt), None
+    segments_BL, prefixes_BLD = with_before(segments.own_Bt, segments.before_Bt), None
     num_before = segments.before_Bt.shape[1] // 2
-    if segments.prefixes_Bt is not None:
-        # first the end of a prefix, then tokens before the piece, which are not its end
-        missing = [(0, 0), (num_before // 2, 0)]
-        prefixes_BL = jnp.pad(_pieces(segments.prefixes_Bt), missing, constant_values=-1)
-        prefixes_BL = jnp.pad(prefixes_BL, missing)
+    if segments.prefixes_BtD is not None:
+        own = _pieces(segments.prefixes_BtD)
+        num_levels = own.shape[2]
+        # tails of all levels, each of which ends at its own level only, and then tokens before the
+        # piece, which are not the end of a prefix
+        levels = jnp.eye(num_levels + 1, num_levels, dtype=own.dtype) - 1
+        missing = jnp.repeat(levels, num_before // len(levels), axis=0)
+        missing = jnp.broadcast_to(missing, (len(own), *missing.shape))
+        prefixes_BLD = jnp.concatenate([missing, own], axis=1)
     return [
-        filtered(with_before(x, x_before), conv, segments_BL, prefixes_BL)[:, num_before:]
+        filtered(with_before(x, x_before), conv, segments_BL, prefixes_BLD)[:, num_before:]
         for x, x_before, conv in zip(arrays, before, filters)
     ]
 
 
 def _before_pieces(
     x_nbt: jax.Array,
-    prefixes_nbt: jax.Array | None,
+    prefixes_nbtD: jax.Array | None,
     *,
     ranks: Ranks,
     num_tokens: int,
@@ -244,7 +250,7 @@ def _before_pieces(
     """See `TiledRecurrence.tokens_before`, [n, b, 2 x tokens, ...].
 
     Args:
-      x_nbt: split over tensor, unlike `prefixes_nbt`.
+      x_nbt: split over tensor, unlike `prefixes_nbtD`.
     """
     num_tiles, batch, rank_tokens = x_nbt.shape[:3]
     piece_tokens = rank_tokens * num_tensor_ranks // 2
@@ -259,9 +265,11 @@ def _before_pieces(
     fragments = _fragments(ends)
     before = predecessors([fragment[-1] for fragment in fragments], ranks)
     before = [jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before, fragments)]
-    if prefixes_nbt is not None:
-        in_no_branch = prefixes_nbt.reshape(num_tiles, batch, 2, -1) == 0
-        end_nb2 = jnp.where(in_no_branch, jnp.arange(piece_tokens), -1).max(-1)
+
+    @functools.partial(jax.vmap, in_axes=-1, out_axes=2)
+    def tails_of_level(prefixes_nbt):
+        is_end = prefixes_nbt.reshape(num_tiles, batch, 2, -1) == 0
+        end_nb2 = jnp.where(is_end, jnp.arange(piece_tokens), -1).max(-1)
         place, x = until(end_nb2)
         index = jnp.where(place < 0, place + num_tokens * jnp.arange(1, 3)[:, None], -1)
         x += _tokens_at(_tiles(before), index, 1)
@@ -269,7 +277,12 @@ def _before_pieces(
             Tail(x.swapaxes(0, 1), None, end[..., 0].T >= 0)
             for x, end in zip(_fragments(x), _fragments(end_nb2))
         ]
-        tails = (tail.x.swapaxes(0, 1) for tail in tails_before(last, ranks))
+        return [tail.x.swapaxes(0, 1) for tail in tails_before(last, ranks)]
+
+    if prefixes_nbtD is not None:
+        tails = (
+            x.reshape(num_tiles, batch, -1, *x.shape[4:]) for x in tails_of_level(prefixes_nbtD)
+        )
         before = [jnp.concatenate(pair, axis=2) for pair in zip(tails, before)]
     return _tiles(before)
 
