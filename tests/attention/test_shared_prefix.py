@@ -1,5 +1,5 @@
-"""Documents that share a prefix in a packed sequence, against a dense mask and against separate
-rows.
+"""Documents that share prefixes in a packed sequence, against a dense mask and against separate rows,
+in float64.
 """
 
 import functools
@@ -19,76 +19,73 @@ from jaxlc.config import AttentionConfig
 from jaxlc.sharding.document_layout import document_order, natural_order, zigzag_order
 from tests.attention import cudnn_stand_in
 from tests.attention.cases import split_mesh, tiled_results
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.tolerances import max_relative_error
+from tests.trees import arrays_of, random_documents, separate_rows
 
-# (length, number of the document whose tokens come before it; 0: none). Two trees, two plain
-# documents, padding.
-DOCUMENTS = [(11, 0), (43, 0), (19, 2), (1, 2), (12, 2), (9, 0), (7, 6), (5, 6), (14, 0)]
 TOKENS = 128
+# Two trees of one level of prefixes, two plain documents, and padding; and random trees.
+ONE_LEVEL = [(11, 0), (43, 0), (19, 2), (1, 2), (12, 2), (9, 0), (7, 6), (5, 6), (14, 0)]
+TREES = {"one level": (ONE_LEVEL, 1)}
+TREES["two levels"] = random_documents(TOKENS, 2), 2
+TREES |= {f"deep {seed}": (random_documents(TOKENS, 4, seed), 4) for seed in range(6)}
 
 
-def sequence() -> dict[str, np.ndarray]:
+def sequence(trees: str) -> dict[str, np.ndarray]:
     """The arrays of the sequence [T] in natural order."""
-    lengths, parents = zip(*DOCUMENTS)
-    starts = [lengths[parent - 1] if parent else 0 for parent in parents]
-    padding = TOKENS - sum(lengths)
-    assert padding > 0
-    arrays = dict(
-        positions=np.concatenate(
-            [start + np.arange(length) for start, length in zip(starts, lengths)]
-        ),
-        segment_ids=np.repeat(np.arange(1, len(lengths) + 1), lengths),
-        prefix_ids=np.repeat(parents, lengths)[:, None],
-    )
-    return {
-        name: np.pad(x, [(0, padding), (0, 0)][: x.ndim]).astype(np.int32)
-        for name, x in arrays.items()
-    }
+    documents, num_levels = TREES[trees]
+    return arrays_of(documents, TOKENS, num_levels)
 
 
 def inputs() -> list[np.ndarray]:
     """q, k, v, the gradient of out, and the sinks."""
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(1, TOKENS, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4)]
-    return [*arrays, rng.normal(size=4).astype(np.float32)]
+    arrays = [rng.normal(size=(1, TOKENS, heads, 8)) for heads in (4, 2, 2, 4)]
+    return [*arrays, rng.normal(size=4)]
 
 
-def _expected(window: int | None, with_sinks: bool):
+def dense(is_seen, q, k, v, sinks_N=None):
+    """Attention with a dense mask, [T, S] or [B, T, S]."""
+    k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+    is_seen = jnp.broadcast_to(is_seen, (len(q), *is_seen.shape[-2:]))[:, None]
+    scores = jnp.where(is_seen, jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    p = jnp.where(is_seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
+    return join(jnp.einsum("bnts,bsnh->btnh", p, v), lse, sinks_N)[0]
+
+
+def _expected(trees: str, window: int | None, with_sinks: bool):
     """out and gradients with a dense mask."""
     *qkv, dout, sinks_N = inputs()
-    positions, segments, prefixes_T1 = sequence().values()
-    prefixes = prefixes_T1[:, 0]
+    positions, segments, prefixes_TD = sequence(trees).values()
     is_own = (segments[:, None] == segments) & (segments > 0)
-    is_seen = is_own | ((prefixes[:, None] == segments) & (prefixes[:, None] > 0))
+    is_prefix = (prefixes_TD[:, None] == segments[:, None]) & (prefixes_TD > 0)[:, None]
     distance = positions[:, None] - positions
-    is_seen &= (distance >= 0) & (distance < (window or TOKENS))
-
-    def attend(q, k, v, sinks_N):
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        scores = jnp.where(is_seen, jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5, -jnp.inf)
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        p = jnp.where(
-            is_seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0
-        )
-        out = jnp.einsum("bnts,bsnh->btnh", p, v)
-        return join(out, lse, sinks_N if with_sinks else None)[0]
-
-    out, vjp = jax.vjp(attend, *qkv, sinks_N)
-    return out, *vjp(dout)[: 4 if with_sinks else 3]
+    is_near = (distance >= 0) & (distance < (window or TOKENS))
+    attend = functools.partial(dense, (is_own | is_prefix.any(-1)) & is_near)
+    out, vjp = jax.vjp(attend, *qkv, *[sinks_N][: 1 if with_sinks else 0])
+    return out, *vjp(dout)
 
 
 expected = functools.cache(_expected)
 
 
 def results(
-    order_T: np.ndarray, context: int, window=None, kernel="blockwise", with_sinks=False, **settings
+    trees: str,
+    order_T: np.ndarray,
+    context: int,
+    window=None,
+    kernel="blockwise",
+    with_sinks=False,
+    **settings,
 ):
     """(out, gradients) in natural order; the arrays of the sequence are in the order `order_T`."""
     *qkv, dout, sinks_N = inputs()
     config = AttentionConfig(kernel=kernel, query_block_tokens=16, key_block_tokens=8, **settings)
-    attend = make(config, split_mesh(context=context), window=window, shared_prefixes=1)
-    tokens = [jnp.asarray(x[order_T])[None] for x in sequence().values()]
-    q_like = jax.ShapeDtypeStruct(qkv[0].shape, jnp.float32)
+    attend = make(
+        config, split_mesh(context=context), window=window, shared_prefixes=TREES[trees][1]
+    )
+    tokens = [jnp.asarray(x[order_T])[None] for x in sequence(trees).values()]
+    q_like = jax.ShapeDtypeStruct(qkv[0].shape, jnp.float64)
 
     @jax.jit
     def run(qkv, dout, sinks_N):
@@ -109,7 +106,20 @@ def results(
 
 def assert_matches(actual, desired) -> None:
     for x, y in zip(actual, desired, strict=True):
-        assert max_relative_error(x, y) <= FLOAT32_PARITY
+        assert x.dtype == np.float64
+        assert max_relative_error(x, y) <= (1e-12 if y is desired[0] else 1e-11)
+
+
+def full(*cases):
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+@pytest.fixture(autouse=True)
+def float64(monkeypatch: pytest.MonkeyPatch):
+    """Sums are in float64, too."""
+    monkeypatch.setattr(jnp, "float32", jnp.float64)
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture
@@ -119,71 +129,93 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 
 ORDERS = {
-    "zigzag": lambda outer, inner: zigzag_order(TOKENS, outer * inner),
-    "documents": lambda outer, inner: document_order(
-        sequence()["segment_ids"], outer, inner, ascending=True
+    "zigzag": lambda trees, outer, inner: zigzag_order(TOKENS, outer * inner),
+    "documents": lambda trees, outer, inner: document_order(
+        sequence(trees)["segment_ids"], outer, inner, ascending=True
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "order, strategy, outer, inner, kernel",
+    "trees, order, strategy, outer, inner, kernel",
     [
-        ("zigzag", "ring", 1, 1, "blockwise"),
-        ("zigzag", "ring", 4, 1, "cudnn"),
-        ("zigzag", "all_gather", 8, 1, "blockwise"),
-        ("documents", "ring", 2, 1, "cudnn"),
-        ("documents", "hybrid", 2, 2, "blockwise"),
-        pytest.param("zigzag", "ulysses", 1, 2, "cudnn", marks=pytest.mark.full),
-        pytest.param("documents", "ring", 8, 1, "blockwise", marks=pytest.mark.full),
-        pytest.param("documents", "all_gather", 4, 1, "blockwise", marks=pytest.mark.full),
-        pytest.param("documents", "hybrid", 4, 2, "cudnn", marks=pytest.mark.full),
+        ("deep 0", "zigzag", "all_gather", 8, 1, "blockwise"),
+        ("two levels", "documents", "ring", 2, 1, "cudnn"),
+        ("deep 2", "documents", "hybrid", 2, 2, "blockwise"),
+        *full(
+            ("deep 1", "documents", "ring", 2, 1, "cudnn"),
+            ("one level", "zigzag", "ring", 4, 1, "cudnn"),
+            ("one level", "zigzag", "ring", 1, 1, "blockwise"),
+            ("one level", "zigzag", "all_gather", 8, 1, "blockwise"),
+            ("one level", "documents", "ring", 2, 1, "cudnn"),
+            ("one level", "documents", "hybrid", 2, 2, "blockwise"),
+            ("deep 1", "zigzag", "ring", 1, 1, "reference"),
+            ("deep 2", "zigzag", "ring", 4, 1, "cudnn"),
+            ("deep 3", "zigzag", "ulysses", 1, 2, "cudnn"),
+            ("deep 4", "documents", "ring", 8, 1, "blockwise"),
+            ("deep 5", "documents", "all_gather", 4, 1, "reference"),
+            ("deep 0", "documents", "hybrid", 4, 2, "cudnn"),
+        ),
     ],
 )
-def test_trees_match_dense_mask(stand_in, order, strategy, outer, inner, kernel):
-    order_T = ORDERS[order](outer, inner)
+def test_trees_match_dense_mask(stand_in, trees, order, strategy, outer, inner, kernel):
+    order_T = ORDERS[order](trees, outer, inner)
     degree = dict(ulysses_degree=inner) if strategy == "hybrid" else {}
     actual = results(
-        order_T, outer * inner, strategy=strategy, kernel=kernel, with_sinks=outer == 4, **degree
-    )
-    assert_matches(actual, expected(None, outer == 4))
+        trees, order_T, outer * inner, strategy=strategy, kernel=kernel, with_sinks=outer == 4, **degree
+    )  # fmt: skip
+    assert_matches(actual, expected(trees, None, outer == 4))
 
 
 @pytest.mark.parametrize(  # windows that are longer than a branch, and longer than a prefix
-    "window, strategy, outer, inner",
+    "trees, window, strategy, outer, inner",
     [
-        (4, "ulysses", 1, 2),
-        (50, "ring", 1, 1),
-        (4, "ring", 8, 1),
-        (25, "ring", 4, 1),
-        (60, "all_gather", 4, 1),
-        pytest.param(14, "hybrid", 2, 2, marks=pytest.mark.full),
-        pytest.param(2, "ring", 2, 1, marks=pytest.mark.full),
+        ("one level", 25, "ring", 4, 1),
+        ("deep 0", 60, "all_gather", 4, 1),
+        ("deep 2", 4, "ring", 8, 1),
+        *full(
+            ("one level", 4, "ulysses", 1, 2),
+            ("one level", 50, "ring", 1, 1),
+            ("one level", 2, "ring", 2, 1),
+            ("one level", 14, "hybrid", 2, 2),
+            ("deep 1", 25, "ring", 4, 1),
+            ("deep 2", 4, "ulysses", 1, 2),
+            ("deep 3", 14, "hybrid", 2, 2),
+            ("deep 4", 2, "ring", 2, 1),
+            ("deep 5", 9, "ring", 8, 1),
+        ),
     ],
 )
-def test_trees_in_sliding_windows_match_dense_mask(window, strategy, outer, inner):
+def test_trees_in_sliding_windows_match_dense_mask(trees, window, strategy, outer, inner):
     context, degree = outer * inner, dict(ulysses_degree=inner) if strategy == "hybrid" else {}
     actual = results(
-        zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree
+        trees, zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree
     )
-    assert_matches(actual, expected(window, False))
+    assert_matches(actual, expected(trees, window, False))
 
 
 @pytest.mark.parametrize(
-    "window, strategy, outer, inner, tiles",
+    "trees, window, strategy, outer, inner, tiles",
     [
-        (4, "ring", 1, 1, 4),  # on one rank, the keys of a prefix are anywhere before
-        (25, "ring", 4, 1, 2),
-        (60, "ring", 2, 1, 4),  # longer than all documents
-        (14, "hybrid", 2, 2, 2),
-        pytest.param(2, "ring", 2, 1, 2, marks=pytest.mark.full),
-        pytest.param(50, "ulysses", 1, 2, 4, marks=pytest.mark.full),
-        pytest.param(1, "ring", 2, 1, 2, marks=pytest.mark.full),
-        pytest.param(8, "ring", 8, 1, 2, marks=pytest.mark.full),
-        pytest.param(None, "ring", 2, 1, 2, marks=pytest.mark.full),
+        ("one level", 14, "hybrid", 2, 2, 2),
+        ("deep 0", 4, "ring", 1, 1, 4),  # on one rank, the keys of a prefix are anywhere before
+        ("deep 2", 25, "ring", 4, 1, 2),
+        *full(
+            ("one level", 4, "ring", 1, 1, 4),
+            ("one level", 25, "ring", 4, 1, 2),
+            ("one level", 60, "ring", 2, 1, 4),  # longer than all documents
+            ("one level", 1, "ring", 2, 1, 2),
+            ("deep 1", 60, "ring", 2, 1, 4),
+            ("deep 2", 4, "ring", 4, 1, 2),
+            ("deep 3", 2, "ring", 2, 1, 2),
+            ("deep 4", 50, "ulysses", 1, 2, 4),
+            ("deep 5", 8, "ring", 8, 1, 2),
+            ("deep 1", 14, "hybrid", 2, 2, 2),
+            ("deep 2", None, "ring", 2, 1, 2),
+        ),
     ],
 )
-def test_trees_in_sliding_windows_of_tiles_match_dense_mask(window, strategy, outer, inner, tiles):
+def test_trees_in_tiles_match_dense_mask(trees, window, strategy, outer, inner, tiles):
     """Of the branches in a sub-chunk, the prefix ends before it, or is in it, or both for two
     trees.
     """
@@ -192,27 +224,38 @@ def test_trees_in_sliding_windows_of_tiles_match_dense_mask(window, strategy, ou
         kernel="blockwise", key_block_tokens=8, strategy=strategy, ulysses_degree=inner
     )
     mesh = split_mesh(context=outer * inner)
-    tiled = make_tiled(config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=1)
-    positions, segments, prefixes = (jnp.asarray(x[order_T])[None] for x in sequence().values())
+    tiled = make_tiled(
+        config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=TREES[trees][1]
+    )
+    arrays = sequence(trees).values()
+    positions, segments, prefixes = (jnp.asarray(x[order_T])[None] for x in arrays)
     ranges = jax.jit(tiled.prepare)(positions, segments, None, prefixes)
     *actual, dsinks_1N = tiled_results(tiled, order_T, ranges, inputs()[:4], sinks_N)
-    assert_matches((*actual, dsinks_1N[0]), expected(window, True))
+    assert_matches((*actual, dsinks_1N[0]), expected(trees, window, True))
 
 
-def test_dense_mask_equals_separate_rows():
-    """Each branch with a copy of its prefix is a row of its own."""
-    *qkv, _, _ = inputs()
-    ends = np.cumsum([length for length, _ in DOCUMENTS])
-    attend = make(AttentionConfig(kernel="reference"), split_mesh(context=1))
-    out = np.asarray(expected(None, False)[0])
-    for number, (length, parent) in enumerate(DOCUMENTS):
-        rows = np.arange(ends[number] - length, ends[number])
-        if parent:
-            rows = np.concatenate(
-                [np.arange(ends[parent - 1] - DOCUMENTS[parent - 1][0], ends[parent - 1]), rows]
-            )
-        separate = attend(*(x[:, rows] for x in qkv))[0]
-        assert max_relative_error(separate[:, -length:], out[:, rows[-length:]]) <= FLOAT32_PARITY
+@pytest.mark.parametrize("trees", ["one level", "deep 2"])
+def test_dense_mask_equals_separate_rows(trees):
+    """Each document after copies of its prefixes is a row of its own, with later padding."""
+    *qkv, dout, _ = inputs()
+    documents, _ = TREES[trees]
+    places = separate_rows(documents)
+    size = max(map(len, places))
+    rows = np.stack([np.pad(row, (0, size - len(row))) for row in places])
+    is_own = np.stack(
+        [
+            (np.arange(size) >= len(row) - length) & (np.arange(size) < len(row))
+            for row, (length, _) in zip(places, documents)
+        ]
+    )
+    attend = functools.partial(dense, np.tri(size, dtype=bool))
+    separate, vjp = jax.vjp(attend, *(x[0, rows] for x in qkv))
+    gradients = vjp(jnp.where(is_own[..., None, None], dout[0, rows], 0))
+    joined, *totals = (np.zeros(x.shape[1:]) for x in expected(trees, None, False))
+    joined[rows[is_own]] = np.asarray(separate)[is_own]
+    for total, x in zip(totals, gradients):
+        np.add.at(total, rows, x)
+    assert_matches([joined, *totals], [np.asarray(x)[0] for x in expected(trees, None, False)])
 
 
 def test_table_of_interleaved_branches_has_overlapping_keys():
