@@ -27,6 +27,9 @@ TOKENS = 128
 ONE_LEVEL = [(11, 0), (43, 0), (19, 2), (1, 2), (12, 2), (9, 0), (7, 6), (5, 6), (14, 0)]
 TREES = {"one level": (ONE_LEVEL, 1)}
 TREES["two levels"] = random_documents(TOKENS, 2), 2
+# Of two ranks, the second one starts with branches, whose prefixes all are on the first one.
+BRANCHES = [(8, 0), (8, 1), (8, 2), (8, 3), (1, 4), (1, 3), (1, 2), (29, 1), (40, 0), (5, 9)]
+TREES["branches"] = BRANCHES, 4
 TREES |= {f"deep {seed}": (random_documents(TOKENS, 4, seed), 4) for seed in range(6)}
 
 
@@ -171,9 +174,10 @@ def test_trees_match_dense_mask(stand_in, trees, order, strategy, outer, inner, 
     "trees, window, strategy, outer, inner",
     [
         ("one level", 25, "ring", 4, 1),
-        ("deep 0", 60, "all_gather", 4, 1),
+        ("branches", 8, "ring", 2, 1),
         ("deep 2", 4, "ring", 8, 1),
         *full(
+            ("deep 0", 60, "all_gather", 4, 1),
             ("one level", 4, "ulysses", 1, 2),
             ("one level", 50, "ring", 1, 1),
             ("one level", 2, "ring", 2, 1),
@@ -199,8 +203,9 @@ def test_trees_in_sliding_windows_match_dense_mask(trees, window, strategy, oute
     [
         ("one level", 14, "hybrid", 2, 2, 2),
         ("deep 0", 4, "ring", 1, 1, 4),  # on one rank, the keys of a prefix are anywhere before
-        ("deep 2", 25, "ring", 4, 1, 2),
+        ("branches", 8, "ring", 2, 1, 2),
         *full(
+            ("deep 2", 25, "ring", 4, 1, 2),
             ("one level", 4, "ring", 1, 1, 4),
             ("one level", 25, "ring", 4, 1, 2),
             ("one level", 60, "ring", 2, 1, 4),  # longer than all documents

@@ -410,7 +410,12 @@ def test_invalid_settings_raise(tmp_path, sections, message):
     "prefix_ids, message",
     [
         ([0, 0, 9, 9, 0, 0], "no document 9"),
-        ([0, 0, 1, 1, 2, 2], "shared_prefixes=2"),
+        (
+            [0, 0, 1, 1, 2, 2],
+            "2 prefixes before document 3, expected at most 1 .*shared_prefixes=2",
+        ),
+        ([2, 2, 1, 1, 0, 0], "document 1, which continues 2, in another place"),
+        ([0, 0, 0, 0, 1, 1], "document 3, which continues 1, in another place"),
         ([0, 0, 1, 0, 0, 0], "several prefix_ids in one document"),
     ],
 )

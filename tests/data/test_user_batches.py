@@ -6,6 +6,7 @@ import pytest
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import ALWAYS
 from jaxlc.data.sequences.user_batches import complete_batch
+from tests.trees import arrays_of
 
 
 def test_complete_batch_derives_the_missing_arrays():
@@ -95,6 +96,25 @@ def test_positions_of_a_batch_count_from_the_first_of_each_document(shift):
     else:
         with pytest.raises(UserError, match="invalid batch 0: position"):
             complete_batch(batch, (1, 6), 20, "batch 0", absolute_positions=True)
+
+
+def test_prefixes_of_the_caller_become_all_prefixes_of_a_document():
+    """A batch names the last one; positions count on from each."""
+    documents = [(3, 0), (2, 1), (1, 2), (2, 3), (1, 2), (2, 1), (1, 6), (2, 0), (1, 8)]
+    num_tokens, num_levels = 17, 4
+    expected = arrays_of(documents, num_tokens, num_levels)
+    numbers = np.arange(1, len(documents) + 1)
+    lengths, parents = zip(*documents)
+    ids = np.pad(np.repeat([numbers, parents], lengths, axis=1), [(0, 0), (0, 2)])
+    batch = dict(tokens=np.ones((1, 17), int), segment_ids=ids[:1], prefix_ids=ids[1:])
+    dtypes = ALWAYS | dict(prefix_ids=np.dtype(("i4", (num_levels,))))
+    completed = complete_batch(batch, (1, num_tokens), 20, "batch 0", dtypes)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(completed[name][0], x, err_msg=name)
+    positions = expected["positions"].copy()
+    positions[6] = 5  # the first token of document 4 continues position 5
+    with pytest.raises(UserError, match="positions 5, 5 of segment id 4"):
+        complete_batch(batch | dict(positions=positions[None]), (1, 17), 20, "batch 0", dtypes)
 
 
 def test_positions_of_branches_continue_those_of_their_prefix():
