@@ -167,7 +167,7 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, con
     ).kernel  # fmt: skip
     settings = dict(
         config=call.config,
-        spec=attention_spec(call.config, call.causal, call.window, call.scale),
+        spec=attention_spec(call.config, call.mesh, call.causal, call.window, call.scale),
         ranks=(Ranks(context_axis, lax.axis_size(context_axis)),),
         token_order=call.token_order,
     )

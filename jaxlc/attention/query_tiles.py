@@ -387,7 +387,7 @@ class TiledAttention:
 
     @property
     def _spec(self) -> AttentionSpec:
-        return attention_spec(self.config, causal=True, window=self.window, scale=self.scale)
+        return attention_spec(self.config, self.split_mesh, True, self.window, self.scale)
 
     @property
     def _specs(self) -> AttentionSpecs:

@@ -205,6 +205,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # name -> names in safetensors and in config.json
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
+# precision.frozen -> dtypes of files that it rounds
+_ROUNDED = {"bf16": {"F32", "F16"}, "fp16": {"F32", "BF16"}}
 
 
 def export(
@@ -324,7 +326,8 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
     if _is_run(base):
         print_to_stderr(
             f"note: the adapters are for the weights of the run {base}, so base_model_name_or_path is null: export it"
-            f" with `jaxlc export {base} BASE --dtype={frozen}`, and load them on that directory"
+            f" with `jaxlc export {base} BASE --dtype={frozen if frozen in DTYPES else 'fp32'}`, and load them on that"
+            " directory"
         )
         return ""
     if num_tokens < size:
@@ -332,11 +335,11 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
             f"note: the run added tokens to {base}, so call base.resize_token_embeddings({size}) before"
             " PeftModel.from_pretrained"
         )
-    dtypes = _stored_dtypes(config, family) if base and frozen == "bf16" else set()
-    if not dtypes.isdisjoint({"F32", "F16"}):
+    dtypes = _stored_dtypes(config, family) if base and frozen in _ROUNDED else set()
+    if not dtypes.isdisjoint(_ROUNDED.get(frozen, ())):
         print_to_stderr(
-            f"note: training rounded the frozen weights of {base} to bf16 (config.precision.frozen): load the adapters"
-            " on the base in bfloat16, or expect other results than those of the merged export"
+            f"note: training rounded the frozen weights of {base} to {frozen} (config.precision.frozen): load the"
+            f" adapters on the base in {frozen}, or expect other results than those of the merged export"
         )
     return base
 

@@ -50,7 +50,7 @@ from jaxlc.config.kinds import (
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 
-FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
+FROZEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per entry, by precision.frozen
 
 
 def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:

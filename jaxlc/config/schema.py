@@ -116,14 +116,14 @@ class PrecisionConfig:
     updates that overflow.
     """
 
-    # auto: bf16 on GPU, fp32 on CPU
+    # auto: bf16 on GPU, fp16 below compute capability 8.0, fp32 on CPU
     compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"
     # data type in which the gradients of layer weights are summed over ranks. compute: that of `compute`, or bf16 with
     # fp8; half the bytes of fp32. Those of the embedding and of the output head are always summed in float32.
     reduce: Literal["compute", "fp32"] = "compute"
     # data type in which frozen matrices are stored, without a float32 copy; they are those that train.trainable,
     # train.frozen and lora.rank select.
-    frozen: Literal["bf16", "fp32"] = "bf16"
+    frozen: Literal["bf16", "fp16", "fp32"] = "bf16"
     # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
     # layers of experts also expert_gate, expert_up, expert_down. The others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES

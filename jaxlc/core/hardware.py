@@ -22,7 +22,8 @@ class Device:
     bf16_flops_per_second: float  # dense: datasheets print twice as much, "with sparsity"
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
-    nvlink_bandwidth_bytes_per_second: float  # to all peers in total, in one direction
+    # to all peers in total, in one direction; over PCIe where there is no NVLink
+    nvlink_bandwidth_bytes_per_second: float
     network_bandwidth_bytes_per_second: float  # one network card per GPU, in one direction
     # between a GPU and the memory of its host, in one direction
     host_bandwidth_bytes_per_second: float
@@ -58,7 +59,53 @@ HOST_LATENCY_SECONDS = 10e-6
 # Network: the cards of NVIDIA's own systems, from the datasheets named at each figure.
 # [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
+# GPUs without NVLink: memory_bytes as PyTorch prints the capacity, other figures from NVIDIA's datasheets and
+# architecture papers; peers exchange data over PCIe.
 DEVICES = (
+    Device(
+        name="t4",
+        device_kind="Tesla T4",
+        compute_capability="7.5",
+        bf16_flops_per_second=65e12,  # of fp16; it has no bf16
+        memory_bytes=15_835_660_288,
+        memory_bandwidth_bytes_per_second=0.320e12,
+        nvlink_bandwidth_bytes_per_second=15.75e9,
+        network_bandwidth_bytes_per_second=3e9,  # of a cloud instance: assumed
+        host_bandwidth_bytes_per_second=15.75e9,  # PCIe 3.0 x16: 16 lanes x 8 GT/s x 128/130
+    ),
+    Device(
+        name="rtx3090",
+        device_kind="NVIDIA GeForce RTX 3090",
+        compute_capability="8.6",
+        bf16_flops_per_second=71e12,  # with float32 accumulation; with fp16 accumulation 142
+        memory_bytes=25_447_170_048,
+        memory_bandwidth_bytes_per_second=0.936e12,
+        nvlink_bandwidth_bytes_per_second=31.5e9,
+        network_bandwidth_bytes_per_second=1.25e9,  # Ethernet of 10 Gb/s: assumed
+        host_bandwidth_bytes_per_second=31.5e9,  # PCIe 4.0 x16
+    ),
+    Device(
+        name="l4",
+        device_kind="NVIDIA L4",
+        compute_capability="8.9",
+        bf16_flops_per_second=121e12,  # 242 with sparsity
+        memory_bytes=23_800_000_000,  # 22.17 GiB
+        memory_bandwidth_bytes_per_second=0.300e12,
+        nvlink_bandwidth_bytes_per_second=31.5e9,
+        network_bandwidth_bytes_per_second=3e9,  # of a cloud instance: assumed
+        host_bandwidth_bytes_per_second=31.5e9,  # PCIe 4.0 x16
+    ),
+    Device(
+        name="rtx4090",
+        device_kind="NVIDIA GeForce RTX 4090",
+        compute_capability="8.9",
+        bf16_flops_per_second=165.2e12,  # with float32 accumulation; with fp16 accumulation 330
+        memory_bytes=25_380_000_000,  # 23.64 GiB
+        memory_bandwidth_bytes_per_second=1.008e12,
+        nvlink_bandwidth_bytes_per_second=31.5e9,
+        network_bandwidth_bytes_per_second=1.25e9,  # Ethernet of 10 Gb/s: assumed
+        host_bandwidth_bytes_per_second=31.5e9,  # PCIe 4.0 x16
+    ),
     Device(
         name="a100",
         device_kind="NVIDIA A100-SXM4-80GB",

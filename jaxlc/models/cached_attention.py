@@ -274,7 +274,7 @@ class CachedAttention(CachedKernels):
 
     @property
     def _spec(self) -> AttentionSpec:
-        return sharded_attention.attention_spec(self.config, causal=False, window=None, scale=None)
+        return sharded_attention.attention_spec(self.config, self.mesh, False, None, None)
 
     @property
     def _chunk_config(self) -> AttentionConfig:

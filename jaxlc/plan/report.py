@@ -357,6 +357,8 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 def _time(predicted: Prediction) -> Iterator[str]:
     yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
+    if predicted.are_rates_assumed:
+        yield _text_row("rates", "assumed: no program was measured on such a GPU")
     inverse = predicted.interval.inverse
     yield _text_row(
         "tokens/s per GPU", range_text(predicted.tokens_per_second_per_device, "", inverse)

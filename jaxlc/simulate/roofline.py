@@ -42,6 +42,7 @@ class Rates(NamedTuple):
     # Time that a product takes in addition to its waves of tiles and to the time of any kernel (`KERNEL_GAP_SECONDS`):
     # filling and draining the pipeline.
     matmul_ramp_seconds: float
+    are_assumed: bool = False  # not one of them was measured
 
 
 # [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6. cuBLASLt on random
@@ -62,8 +63,9 @@ class Rates(NamedTuple):
 #     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2] has 792 at best.
 #     cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508 and 531 backward; in steps with
 #     32,768 tokens 579 to 655 and 500 to 533.
-# Assumed: Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs, and packed
-# documents in cuDNN on a B200 are a little below its rate without.
+# Assumed: all rates of the GPUs without NVLink, whose power limits are low; Mosaic between Triton and cuDNN; kernels
+# other than cuDNN achieve an H100's fractions on all GPUs, and packed documents in cuDNN on a B200 are a little below
+# its rate without.
 _ATTENTION_ON_HOPPER = {
     "cudnn": Efficiency(0.60, 0.53),  # [6]; [3] has 0.63 and 0.55 on an H200
     "cudnn_packed": Efficiency(0.58, 0.49),  # [6]
@@ -78,11 +80,16 @@ _ATTENTION_ON_BLACKWELL = {
     "cudnn": Efficiency(0.62, 0.49),  # [3]
     "cudnn_packed": Efficiency(0.59, 0.46),
 }
+_ASSUMED = Rates(0.7, 0.7, 0.85, _ATTENTION_ON_AMPERE, 108, 3.1e-6, are_assumed=True)
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
 # fraction of the peak that the Mosaic products of experts achieve; assumed, no GPU measured them
 EXPERT_KERNEL = 0.50
 _RATES = MappingProxyType(
     {
+        "t4": _ASSUMED._replace(num_multiprocessors=40),
+        "rtx3090": _ASSUMED._replace(num_multiprocessors=82),
+        "l4": _ASSUMED._replace(num_multiprocessors=58),
+        "rtx4090": _ASSUMED._replace(num_multiprocessors=128),
         "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 3.1e-6),
         # [6] but FP8, which is [1]
         "9.0": Rates(0.72, 0.69, 0.85, _ATTENTION_ON_HOPPER, 132, 3.1e-6),
@@ -117,8 +124,8 @@ NCCL_MULTIPROCESSORS = 20
 
 
 def rates(device: Device) -> Rates:
-    """Rates of a GPU; the rates of Hopper if its architecture has no entry."""
-    return _RATES.get(device.compute_capability, _RATES["9.0"])
+    """Rates of a GPU; the rates of Hopper if neither it nor its architecture has an entry."""
+    return _RATES.get(device.name) or _RATES.get(device.compute_capability, _RATES["9.0"])
 
 
 def wave_efficiency(rows: int, columns: int, batch: int, num_multiprocessors: int) -> float:

@@ -46,6 +46,7 @@ from jaxlc.hlo.parser import (
     is_host_controlled,
 )
 from jaxlc.simulate.interval import Interval, time_interval
+from jaxlc.simulate.roofline import rates
 from jaxlc.simulate.time_model import TimeModel, num_sequences
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are
@@ -216,6 +217,7 @@ class Prediction:
     experts_overhead_seconds: float = 0.0
     # Kernels that expand latents to keys and values, and their gradients, products included.
     expansion_seconds: float = 0.0
+    are_rates_assumed: bool = False  # of this kind of GPU
     # in which the step is expected in 80% of cases, lowest first
     step_seconds_interval: tuple[float, float]
 
@@ -267,6 +269,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         host_copy_seconds=simulator.transfer_seconds["host"],
         host_copies=simulator.num_transfers["host"],
         exposed_host_copies=simulator.num_exposed["host"],
+        are_rates_assumed=rates(gpus.device).are_assumed,
         bound_by=max(by_resource, key=by_resource.get),
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),

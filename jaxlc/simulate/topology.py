@@ -41,9 +41,15 @@ class _Chip(NamedTuple):
     l2_cache_bytes: int
     clock_ghz: float
     shared_memory_bytes: int  # per core; a block may use 1 KiB less
+    threads: int = 2048  # per core
 
 
+# The first four: tables of compute capabilities in the CUDA C++ Programming Guide, and NVIDIA's architecture papers.
 _CHIPS = {
+    "t4": _Chip(40, 64, 4_194_304, 1.59, 65_536, 1024),
+    "rtx3090": _Chip(82, 128, 6_291_456, 1.695, 102_400, 1536),
+    "l4": _Chip(58, 128, 50_331_648, 2.04, 102_400, 1536),
+    "rtx4090": _Chip(128, 128, 75_497_472, 2.52, 102_400, 1536),
     "a100": _Chip(108, 64, 41_943_040, 1.41, 167_936),
     "h100": _Chip(132, 128, 52_428_800, 1.98, 233_472),
     "h200": _Chip(132, 128, 52_428_800, 1.98, 233_472),
@@ -62,9 +68,13 @@ class _Node(NamedTuple):
 
 
 # A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
-# has one.
+# has one. GPUs without NVLink are alone in a machine: of a free Colab with about 12 GiB, or assumed.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
+    "t4": _Node(num_gpus=1, memory_bytes=12 * 2**30, domain_size=1),
+    **dict.fromkeys(
+        ("rtx3090", "l4", "rtx4090"), _Node(num_gpus=1, memory_bytes=32 * 2**30, domain_size=1)
+    ),
     "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30, domain_size=72),
     "gh200": _Node(num_gpus=1, memory_bytes=480 * 2**30, domain_size=1),
 }
@@ -200,7 +210,7 @@ def target_config(device: hardware.Device) -> str:
           memory_bandwidth: {int(device.memory_bandwidth_bytes_per_second)}
           shared_memory_per_core: {chip.shared_memory_bytes}
           shared_memory_per_block_optin: {chip.shared_memory_bytes - 1024} shared_memory_per_block: 49152
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {chip.threads}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
           registers_per_core_limit: 65536 registers_per_block_limit: 65536

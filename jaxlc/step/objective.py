@@ -239,7 +239,7 @@ class Objective:
         params = decoder.init(model, vocab_size_padded, key, self.config.lora)
         trainable, frozen = lora.split(params, self.frozen)
         _, frozen_dims = lora.split(self.dims, self.frozen)
-        dtype = jnp.bfloat16 if self.config.precision.frozen == "bf16" else jnp.float32
+        dtype = precision.DTYPES[self.config.precision.frozen]
         frozen = jax.tree.map(
             lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims
         )

@@ -11,6 +11,7 @@ flax.training.dynamic_scale implements the same rule, but inside its own `value_
 would test and divide each microbatch separately; jmp has no upper bound of the scale.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,7 +23,12 @@ from jaxlc.core.errors import UserError
 from jaxlc.models import decoder
 from jaxlc.models.matmuls import Fp8
 
-_FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+# compute -> the first compute capability with such matrix products
+_FIRST_CAPABILITY = {"fp8": (8, 9), "bf16": (8, 0)}
+
+DTYPES = {
+    "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32
+}  # fmt: skip
 
 
 class LossScale(NamedTuple):
@@ -42,9 +48,7 @@ def compute_dtype(precision: str, platform: str) -> jnp.dtype:
     """The dtype of the residual stream and of all matrix products that are not in FP8. `precision`
     is config.precision.compute; "auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
     name = {"auto": "fp32" if platform == "cpu" else "bf16"}.get(precision, precision)
-    return jnp.dtype(
-        {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[name]
-    )
+    return jnp.dtype(DTYPES[name])
 
 
 def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
@@ -59,17 +63,25 @@ def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
     )
 
 
-def check_devices(config: PrecisionConfig, devices: Iterable[jax.Device]) -> None:
-    """Raises UserError if a GPU among `devices` has no FP8 matrix products. CPUs emulate them."""
-    if config.compute != "fp8":
-        return
+def on_devices(config: PrecisionConfig, devices: Iterable[jax.Device]) -> PrecisionConfig:
+    """The config with `auto` replaced by fp16 if a GPU among `devices` has no bf16 matrix products.
+
+    Raises:
+      UserError: a GPU does not have those of config.compute. CPUs emulate them.
+    """
     for device in devices:
-        capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
-        if capability and tuple(map(int, str(capability).split("."))) < _FIRST_CAPABILITY_WITH_FP8:
+        text = getattr(device, "compute_capability", None)  # CPUs have none
+        capability = tuple(map(int, str(text or "99.0").split(".")))
+        if config.compute == "auto" and capability < _FIRST_CAPABILITY["bf16"]:
+            return dataclasses.replace(config, compute="fp16")
+        if capability < (first := _FIRST_CAPABILITY.get(config.compute, (0, 0))):
+            others = [name for name, least in _FIRST_CAPABILITY.items() if capability >= least]
             raise UserError(
-                f"config.precision.compute='fp8' needs GPUs of compute capability 8.9 or more, and {device.device_kind}"
-                f" has {capability}; use --config.precision.compute=bf16"
+                f"config.precision.compute={config.compute!r} needs GPUs of compute capability {first[0]}.{first[1]} or"
+                f" more, and {device.device_kind} has {text}; use"
+                f" --config.precision.compute={(*others, 'fp16')[0]}"
             )
+    return config
 
 
 def first_scaling(config: PrecisionConfig, model: ModelConfig) -> Scaling:

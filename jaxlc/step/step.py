@@ -207,7 +207,9 @@ def build_step(
       UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
         support the custom model, loss or optimizer.
     """
-    precision.check_devices(config.precision, mesh.devices.flat)
+    config = dataclasses.replace(
+        config, precision=precision.on_devices(config.precision, mesh.devices.flat)
+    )
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))

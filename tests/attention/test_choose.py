@@ -173,15 +173,22 @@ def test_auto_never_selects_mosaic(device, head_dim):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "head_dim", "name"),
-    [pytest.param("a100", 128, "pallas", marks=pytest.mark.full), ("b200", 256, "blockwise")],
+    [
+        *(pytest.param(gpu, 128, "pallas", marks=pytest.mark.full) for gpu in ("a100", "rtx3090")),
+        pytest.param("t4", 128, "blockwise", marks=pytest.mark.full),
+        ("rtx4090", 128, "pallas"),
+        ("b200", 256, "blockwise"),
+    ],
 )
 def test_packed_documents_compile_without_faster_kernels(gpu, head_dim, name):
-    """GPUs before Hopper, and head dim 256 on Blackwell."""
-    mesh = make_mesh(topology(f"{gpu}:1x1"), MeshConfig())
-    config = AttentionConfig()
-    assert choose(config, mesh, head_dim=head_dim, dtype=jnp.bfloat16, packed=True).name == name
+    """GPUs before Hopper, whose blocks may have less shared memory, and head dim 256 on Blackwell."""
+    mesh, config = make_mesh(topology(f"{gpu}:1x1"), MeshConfig()), AttentionConfig()
+    dtype = jnp.float16 if gpu == "t4" else jnp.bfloat16
+    assert choose(config, mesh, head_dim=head_dim, dtype=dtype, packed=True).name == name
+    one_document = choose(config, mesh, head_dim=head_dim, dtype=dtype, packed=False).name
+    assert one_document == (name if name == "blockwise" else "cudnn")
     attend, replicated = make(config, mesh), NamedSharding(mesh, PartitionSpec())
-    q = jax.ShapeDtypeStruct((1, 512, 2, head_dim), jnp.bfloat16, sharding=replicated)
+    q = jax.ShapeDtypeStruct((1, 512, 2, head_dim), dtype, sharding=replicated)
     segments = jax.ShapeDtypeStruct((1, 512), jnp.int32, sharding=replicated)
 
     def loss(q, segments):

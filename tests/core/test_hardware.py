@@ -28,11 +28,11 @@ def test_is_coherent_with_host_only_for_grace():
 
 def test_devices_have_figures_in_the_units_of_their_names():
     bounds = dict(
-        bf16_flops_per_second=(1e14, 1e16),
-        memory_bytes=(4e10, 4e11),
-        memory_bandwidth_bytes_per_second=(1e12, 1e13),
-        nvlink_bandwidth_bytes_per_second=(1e11, 1e12),
-        network_bandwidth_bytes_per_second=(1e10, 1e12),
+        bf16_flops_per_second=(5e13, 1e16),
+        memory_bytes=(1e10, 4e11),
+        memory_bandwidth_bytes_per_second=(2e11, 1e13),
+        nvlink_bandwidth_bytes_per_second=(1e10, 1e12),
+        network_bandwidth_bytes_per_second=(1e9, 1e12),
     )
     for device in DEVICES:
         for name, (low, high) in bounds.items():

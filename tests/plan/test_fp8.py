@@ -90,3 +90,12 @@ def test_fp8_step_for_a100_raises():
         lambda settings: fp8_step("a100", compute=settings.get("precision.compute", "fp8"))
     )
     assert "compute='fp8' needs GPUs of compute capability 8.9 or more, and NVIDIA A100" in error
+
+
+def test_auto_is_float16_on_a_gpu_without_bfloat16():
+    def compute(name):
+        return fp8_step("t4", compute=name).config.precision.compute
+
+    assert compute("auto") == "fp16"
+    error = followed(lambda settings: compute(settings.get("precision.compute", "bf16")))
+    assert "compute='bf16' needs GPUs of compute capability 8.0 or more, and Tesla T4" in error

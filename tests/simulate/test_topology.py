@@ -30,7 +30,10 @@ def test_topology_host_memory_defaults_to_whole_node():
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("v100:8x8", "unknown GPU; expected one of a100, h100, h200, gh200, b200, gb200"),
+        (
+            "v100:8x8",
+            "unknown GPU; expected one of t4, rtx3090, l4, rtx4090, a100, h100, h200, gh200, b200, gb200",
+        ),
         ("", "unknown GPU"),
         ("h100", "such as h100:8x8"),
         ("H100:8", "expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as h100:1x8"),

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
-from jaxlc.attention.kernels import cudnn
+from jaxlc.attention.kernels import block_mask, cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, ring, ulysses
@@ -192,7 +192,7 @@ def make(
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
     split_mesh, ranks = split_context(mesh, inner, axes.context)
     spec = dataclasses.replace(
-        attention_spec(config, causal, window, scale),
+        attention_spec(config, mesh, causal, window, scale),
         few_documents=few_documents,
         skips_ring_steps=skips_ring_steps,
     )
@@ -391,14 +391,23 @@ def _as_one_axis(ranks: tuple[Ranks, ...]) -> Ranks:
 
 
 def attention_spec(
-    config: AttentionConfig, causal: bool, window: int | None, scale: float | None
+    config: AttentionConfig,
+    mesh: Mesh | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
 ) -> AttentionSpec:
+    """The blocks of kernels fit the shared memory of the first device of the mesh; None:
+    `jax.devices()[0]`.
+    """
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    most = block_mask.max_block_tokens(getattr(device, "compute_capability", None))
     return AttentionSpec(
         causal=causal,
         window=window,
         scale=scale,
-        query_block_tokens=config.query_block_tokens,
-        key_block_tokens=config.key_block_tokens,
+        query_block_tokens=min(config.query_block_tokens, most),
+        key_block_tokens=min(config.key_block_tokens, most),
     )
 
 
