@@ -85,9 +85,7 @@ class Trace:
     in_loss: np.ndarray  # bool [n]; False for the first token
     prompt: bytes  # a hash of what precedes the first answer
     group: str | None = None
-    trajectory: str | None = (
-        None  # traces of a group with equal ones are contexts of one trajectory
-    )
+    trajectory: str | None = None  # contexts of one trajectory have equal ones
     reward: float | None = None
     advantage: float | None = None
     is_truncated: bool = False

@@ -436,6 +436,25 @@ def test_invalid_prefixes_raise(prefix_ids, message):
         )
 
 
+def test_own_batches_of_deep_trees_have_rows_of_the_loss():
+    """By default, one for each token; weights are 1 for the rows that have a segment."""
+    i4, f4 = np.dtype("i4"), np.dtype("f4")
+    dtypes = dict.fromkeys(("tokens", "segment_ids", "targets", "loss_tokens", "loss_segments"), i4)
+    dtypes |= dict(loss_weights=f4, answer_weights=f4, prefix_ids=np.dtype(("i4", (2,))))
+    segments, parents = np.array([[1, 1, 2, 3, 3, 0]]), np.array([[0, 0, 1, 2, 2, 0]])
+    batch = dict(tokens=np.ones((1, 6), int), segment_ids=segments, prefix_ids=parents)
+    own = complete_batch(batch, (1, 6), 20, "batch 3", dtypes)
+    assert own["loss_tokens"].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert (own["loss_segments"] == segments).all() and own["loss_weights"].sum() == 2
+    batch |= dict(loss_tokens=np.array([[1, 2, 1, 2, 3, 0]]))
+    batch |= dict(loss_segments=np.array([[1, 1, 2, 2, 2, 0]]), targets=np.full((1, 6), 7))
+    own = complete_batch(batch, (1, 6), 20, "batch 3", dtypes)
+    assert own["loss_weights"].tolist() == [[1, 1, 1, 1, 1, 0]] and (own["targets"] == 7).all()
+    np.testing.assert_allclose(own["answer_weights"][0], [1 / 2] * 2 + [1 / 3] * 3 + [0])
+    with pytest.raises(UserError, match="loss token 6, expected 0 to 5"):
+        complete_batch(batch | dict(loss_tokens=np.full((1, 6), 6)), (1, 6), 20, "b", dtypes)
+
+
 def test_reader_of_a_bad_record_names_it():
     with pytest.raises(BadRecord, match="file:3"):
         list(TraceReader(Encoder(ByteTokenizer()), 257).read(Record("file:3", 3, dict(prompt="a"))))

@@ -111,6 +111,15 @@ def main() -> None:
         )
         _, *got = policy_loss.results(config, loss, params)
         report(f"{loss} {kinds}", *got, gradients, expected)
+    for kinds in ("", "replay") if has_all else ():  # answers share tokens in the loss
+        params, gradients, expected = policy_loss.branching_rows("dapo", kinds)
+        sections = policy_loss.KINDS[kinds] | dict(mesh=dict(context=4))
+        config, groups = (
+            policy_loss.config_with("dapo", shares=3, **sections),
+            policy_loss.branching(),
+        )
+        _, *got = policy_loss.results(config, "dapo", params, groups)
+        report(f"branching {kinds}", *got, gradients, expected)
     for seed, (model, mesh, sections) in enumerate([*DEEP, *(MORE_DEEP if has_all else [])]):
         tree, rows = deep_rows(seed)
         params, gradients, expected = deep_results(rows, model=model)
