@@ -140,21 +140,13 @@ class Assignment:
         return work
 
     def num_shared(self) -> tuple[int, int]:
-        """The largest numbers of documents that two ranks share, and of those with over a quarter
-        of a rank's tokens.
-
-        Either rank may have that many of them.
-        """
+        """See the function."""
         context = len(self.whole)
         tokens = np.zeros((len(self.lengths), context), np.int64)
         tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1]
         for document, rank, _, num_tokens in self.cuts:
             tokens[document, rank] += num_tokens
-        has_tokens, is_long = (tokens > 0).astype(int), (4 * tokens > self.rank_tokens).astype(int)
-        shared = has_tokens.T @ has_tokens
-        long = is_long.T @ has_tokens + has_tokens.T @ is_long - is_long.T @ is_long
-        others = 1 - np.eye(context, dtype=int)
-        return int((others * shared).max()), int((others * long).max())
+        return num_shared(tokens, self.rank_tokens)
 
     def pieces(self) -> tuple[np.ndarray, int]:
         """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
@@ -275,6 +267,20 @@ class Assignment:
             parts.append(np.arange(next_padding, next_padding + num_padding))
             next_padding += num_padding
         return np.concatenate(parts)
+
+
+def num_shared(tokens: np.ndarray, rank_tokens: int) -> tuple[int, int]:
+    """The largest numbers of documents that two ranks share, and of those with over a quarter of a
+    rank's tokens. Either rank may have that many of them.
+
+    Args:
+      tokens: int64 [documents, ranks].
+    """
+    has_tokens, is_long = (tokens > 0).astype(int), (4 * tokens > rank_tokens).astype(int)
+    shared = has_tokens.T @ has_tokens
+    long = is_long.T @ has_tokens + has_tokens.T @ is_long - is_long.T @ is_long
+    others = 1 - np.eye(tokens.shape[1], dtype=int)
+    return int((others * shared).max()), int((others * long).max())
 
 
 def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list, list]:

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.document_balance import Assignment
+from jaxlc.sharding.document_balance import Assignment, num_shared
 
 
 def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
@@ -257,8 +257,8 @@ def document_order(
     *,
     mirrored: bool = False,
     window: int | None = None,
-    ascending: bool = False,
     skips_ring_steps: bool = False,
+    max_sharded: int = MAX_SHARED_DOCUMENTS,
 ) -> np.ndarray | None:
     """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
 
@@ -271,9 +271,8 @@ def document_order(
         (attention/strategies/ulysses.py).
       mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
       window: tokens of a sliding window, whose exchange has limited room (document_layout.py).
-      ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
-        tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
       skips_ring_steps: ring steps after step 1 do not run if no document needs them.
+      max_sharded: the largest number of documents that are split over all ranks.
     Returns:
       int64 [tokens]; None if no layout fits `mirrored` or `window`.
     Raises:
@@ -300,18 +299,72 @@ def document_order(
         else lambda assignment: pieces_of(assignment) is not None
     )
     best = _best_assignment(
-        lengths, num_tokens, context, fits=fits, skips_ring_steps=skips_ring_steps
-    )
+        lengths, num_tokens, context,
+        max_sharded=max_sharded, fits=fits, skips_ring_steps=skips_ring_steps,
+    )  # fmt: skip
     if best is None:
         return None
-    order_T = documents_first[best.order(pieces_of(best), per_rank)]
-    if ascending:
-        order_T = np.sort(order_T.reshape(context, -1), axis=1).reshape(-1)
-    if inner > 1:
-        order_T = order_T.reshape(context, -1)[
-            :, zigzag_order(len(order_T) // context, inner)
-        ].reshape(-1)
-    return order_T
+    return _in_groups(documents_first[best.order(pieces_of(best), per_rank)], context, inner)
+
+
+def _in_groups(order_T: np.ndarray, context: int, inner: int) -> np.ndarray:
+    """The order of groups of ranks, of which each has its tokens in zigzag order."""
+    if inner == 1:
+        return order_T
+    order_GT = order_T.reshape(context, -1)
+    return order_GT[:, zigzag_order(order_GT.shape[1], inner)].reshape(-1)
+
+
+def tree_order(
+    segment_ids_T: np.ndarray, prefix_ids_TD: np.ndarray, context: int, inner: int = 1
+) -> np.ndarray:
+    """As `document_order`, of documents that continue prefixes: also by pairs of queries and keys of prefixes.
+
+    If a long document is split over all ranks, so are the pairs of its keys and its branches. Small trees are better on
+    one rank as a whole. So documents are taken each by itself, or trees as if they were documents, whichever costs
+    less.
+
+    The tokens of a rank are in natural order. So all tokens that continue a prefix are contiguous on each rank, as the
+    packed call over the keys of prefixes requires.
+
+    Args:
+      prefix_ids_TD: int [tokens, levels]; see `attention.key_ranges.TokenInfo`.
+    """
+    trees_T = np.where(prefix_ids_TD[:, 0] > 0, prefix_ids_TD[:, 0], segment_ids_T)
+
+    def cost(order_T: np.ndarray) -> float:
+        work, tokens = _tree_work(segment_ids_T, prefix_ids_TD, order_T, context)
+        shared, long = num_shared(tokens, len(order_T) // context)
+        fits = shared <= MAX_SHARED_DOCUMENTS and long <= MAX_LONG_SHARED_DOCUMENTS
+        return ring_cost(by_ring_step(work)) if fits else np.inf
+
+    orders = [
+        document_order(segment_ids_T, context),
+        # two ranks share up to two documents of a tree
+        document_order(trees_T, context, max_sharded=MAX_SHARED_DOCUMENTS // 2),
+    ]
+    order_T = np.sort(min(orders, key=cost).reshape(context, -1), axis=1).reshape(-1)
+    return _in_groups(order_T, context, inner)
+
+
+def _tree_work(
+    segment_ids_T: np.ndarray, prefix_ids_TD: np.ndarray, order_T: np.ndarray, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of a query and a key, int64 [query ranks, key ranks], and tokens of documents by
+    segment id and rank.
+    """
+    rank_T = np.arange(context).repeat(len(order_T) // context)[natural_order(order_T)]
+    (begins,) = np.diff([segment_ids_T, rank_T], prepend=-1).any(0).nonzero()
+    segments = segment_ids_T[begins]
+    pieces = np.eye(context, dtype=np.int64)[rank_T[begins]]
+    pieces *= (np.diff(begins, append=len(order_T)) * (segments > 0))[:, None]
+    tokens = np.zeros((segments.max() + 1, context), np.int64)
+    keys = np.zeros_like(pieces)  # of a piece's document, before it
+    for piece, segment in enumerate(segments):
+        keys[piece] = tokens[segment]
+        tokens[segment] += pieces[piece]
+    keys += tokens[prefix_ids_TD[begins]].sum(1)
+    return pieces.T @ keys + np.diag((pieces * (pieces + 1) // 2).sum(0)), tokens
 
 
 class ChainedOrder(NamedTuple):

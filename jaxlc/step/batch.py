@@ -25,6 +25,7 @@ from jaxlc.sharding.document_layout import (
     has_room_for_documents,
     natural_order,
     token_at,
+    tree_order,
     zigzag_order,
 )
 
@@ -82,7 +83,6 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
     reason = _zigzag_reason(config, context)
     if reason is not None:
         return in_zigzag_order(config.data.seq_len, context, reason)
-    attention = config.attention
     inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
     description = "tokens in the order of per-document sharding"
     few_documents = window is None and not is_tiled  # otherwise, a sequence may be in zigzag order
@@ -94,9 +94,12 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
         )
 
     def order_of(sequence):
+        segment_ids_T, prefix_ids_TD = sequence["segment_ids"], sequence.get("prefix_ids")
+        if prefix_ids_TD is not None:
+            return tree_order(segment_ids_T, prefix_ids_TD, context // inner, inner)
         order_T = document_order(
-            sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window,
-            ascending=bool(attention.shared_prefixes), skips_ring_steps=skips_ring_steps,
+            segment_ids_T, context // inner, inner, mirrored=is_tiled, window=window,
+            skips_ring_steps=skips_ring_steps,
         )  # fmt: skip
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 

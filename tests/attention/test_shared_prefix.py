@@ -16,7 +16,7 @@ from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig
-from jaxlc.sharding.document_layout import document_order, natural_order, zigzag_order
+from jaxlc.sharding.document_layout import natural_order, tree_order, zigzag_order
 from tests.attention import cudnn_stand_in
 from tests.attention.cases import split_mesh, tiled_results
 from tests.tolerances import max_relative_error
@@ -79,14 +79,16 @@ def results(
     window=None,
     kernel="blockwise",
     with_sinks=False,
+    few_documents=False,
     **settings,
 ):
     """(out, gradients) in natural order; the arrays of the sequence are in the order `order_T`."""
     *qkv, dout, sinks_N = inputs()
     config = AttentionConfig(kernel=kernel, query_block_tokens=16, key_block_tokens=8, **settings)
     attend = make(
-        config, split_mesh(context=context), window=window, shared_prefixes=TREES[trees][1]
-    )
+        config, split_mesh(context=context), window=window, shared_prefixes=TREES[trees][1],
+        few_documents=few_documents,
+    )  # fmt: skip
     tokens = [jnp.asarray(x[order_T])[None] for x in sequence(trees).values()]
     q_like = jax.ShapeDtypeStruct(qkv[0].shape, jnp.float64)
 
@@ -133,8 +135,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 ORDERS = {
     "zigzag": lambda trees, outer, inner: zigzag_order(TOKENS, outer * inner),
-    "documents": lambda trees, outer, inner: document_order(
-        sequence(trees)["segment_ids"], outer, inner, ascending=True
+    "documents": lambda trees, outer, inner: tree_order(
+        *(sequence(trees)[name] for name in ("segment_ids", "prefix_ids")), outer, inner
     ),
 }
 
@@ -164,6 +166,7 @@ ORDERS = {
 def test_trees_match_dense_mask(stand_in, trees, order, strategy, outer, inner, kernel):
     order_T = ORDERS[order](trees, outer, inner)
     degree = dict(ulysses_degree=inner) if strategy == "hybrid" else {}
+    degree["few_documents"] = order == "documents"
     actual = results(
         trees, order_T, outer * inner, strategy=strategy, kernel=kernel, with_sinks=outer == 4, **degree
     )  # fmt: skip
@@ -285,3 +288,30 @@ def test_table_of_interleaved_branches_has_overlapping_keys():
 
     assert not overlaps([11, 11, 11, 0, 12, 12, 12, 12])
     assert overlaps([11, 12, 11, 0, 12, 12, 12, 12])
+
+
+@pytest.mark.parametrize(
+    "documents, most",
+    [
+        # trees that fit on a rank, and a tree whose documents are longer than a rank's tokens
+        ([x for i in range(0, 90, 3) for x in [(20 + i, 0), (30, i + 1), (20, i + 1)]], 1.15),
+        ([(1500, 0), (500, 1), (130, 2), (130, 2), (500, 1), (130, 5)], 1.1),
+    ],
+    ids=["small", "large"],
+)
+def test_work_of_trees_is_balanced(documents, most):
+    """The sum over ring steps of the largest number of pairs of a rank, relative to the mean."""
+    context, num_tokens = 8, 4096
+    arrays = arrays_of(documents, num_tokens, 2)
+    order_T = tree_order(arrays["segment_ids"], arrays["prefix_ids"], context)
+    assert sorted(order_T) == list(range(num_tokens))
+    rank_T = np.empty(num_tokens, int)
+    rank_T[order_T] = np.arange(num_tokens) // (num_tokens // context)
+    work = np.zeros((context, context), int)
+    for (length, _), row in zip(documents, separate_rows(documents)):
+        seen = np.eye(context, dtype=int)[rank_T[row]].cumsum(0)[-length:]
+        np.add.at(work, rank_T[row[-length:]], seen)
+    by_step = [[work[rank, rank - step] for rank in range(context)] for step in range(context)]
+    assert np.max(by_step, axis=1).sum() <= most * work.sum() / context
+    for rank in order_T.reshape(context, -1):
+        assert (np.diff(rank) > 0).all()
