@@ -271,7 +271,7 @@ def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
         )
     if 0 < high <= low:
         yield f"config.posttrain.weight_min={low:g} is not less than weight_max={high:g}; use a lower one"
-    if 0 < posttrain.delta <= limit:
+    if posttrain.loss != "cispo" and 0 < posttrain.delta <= limit:
         yield (
             f"config.posttrain.delta={posttrain.delta:g} is not above 1 + config.posttrain.clip_high={limit:g};"
             " increase it"
