@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from jaxlc.config.values import invalid_value
+from jaxlc.config.values import Levels, invalid_value
 
 
 class Range(NamedTuple):
@@ -45,7 +45,7 @@ def ranges_of(section: type) -> dict[str, Range]:
     return {
         name: _FROM_0
         for name, hint in hints.items()
-        if hint in (int, float, int | None, float | None)
+        if hint in (int, float, Levels, int | None, float | None)
     } | declared
 
 

@@ -98,6 +98,8 @@ def test_load_partial_config_fills_defaults():
             "ful",
             "invalid value 'ful' for config.memory.remat: expected one of 'none', 'full'",
         ),
+        ("attention", "shared_prefixes", -1, "expected at least 0"),
+        ("attention", "shared_prefixes", 1.5, "expected a number of levels"),
         ("attention", "strategy", "ulyses", "(did you mean ulysses?)"),
         ("model", "preset", "llama3-8", "did you mean llama3.1-8b?"),
         ("model", "preset", "xyz", "expected one of tiny, llama3.2-1b"),
@@ -124,6 +126,13 @@ def test_load_converts_numbers_to_declared_types():
     assert type(loaded.optimizer.max_grad_norm) is float
     assert type(loaded.train.steps) is int
     json.dumps(to_dict(loaded))
+
+
+@pytest.mark.parametrize("value, levels", [(True, 1), ("True", 1), (False, 0), ("2", 2), (3, 3)])
+def test_levels_of_prefixes_may_be_true_or_false(value, levels):
+    """As in workdirs of the time when there was one level."""
+    loaded = load(changed("attention", shared_prefixes=value))
+    assert to_dict(loaded)["attention"]["shared_prefixes"] is levels
 
 
 def test_settings_accept_integral_floats_strings_and_lists():

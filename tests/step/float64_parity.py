@@ -23,7 +23,10 @@ from jaxlc.data.sequences.loader import array_dtypes  # noqa: E402
 from jaxlc.data.sequences.user_batches import complete_batch  # noqa: E402
 from tests.step import test_policy_loss as policy_loss  # noqa: E402
 from tests.step.synthetic import (  # noqa: E402
+    HYBRID,
+    KIMI_DELTA,
     LATENT,
+    MAMBA,
     TOKENS,
     gradients_and_loss,
     make_batch,
@@ -55,6 +58,12 @@ MORE_DEEP = [
     (SLIDING, dict(context=4), dict(attention=dict(strategy="hybrid", ulysses_degree=2)) | TILES),
     (MIXED, dict(context=2, tensor=2), dict(attention=dict(strategy="all_gather"))),
     (MIXED, dict(context=4), TILES),
+    (HYBRID | policy_loss.QUERY_SCALE, dict(context=4, tensor=2), {}),
+    (HYBRID, dict(context=2), TILES),
+    (MAMBA, dict(context=4), {}),
+    (MAMBA | EXPERTS, dict(context=2, tensor=2), TILES),
+    (KIMI_DELTA, dict(context=4), TILES),
+    (KIMI_DELTA | EXPERTS, dict(context=2), dict(attention=dict(strategy="ulysses"))),
 ]
 
 
