@@ -89,6 +89,23 @@ def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
     assert any("repeated" in warning and warning.endswith("1") for warning in traces.warnings)
 
 
+def test_deeper_trees_lose_the_nodes_that_save_the_fewest_tokens(tmp_path):
+    """Shared nodes of 5, 2 and 4 tokens before an answer. An answer that others continue has no node."""
+    prompt, deep = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
+    answers = [[20, 21], [7, 8, 30], [*deep, 40], [*deep, 41], deep]
+    records = [answer(tokens, prompt) for tokens in answers]
+    for levels, num_tokens, num_nodes in ((3, 16, 7), (2, 18, 6)):
+        attention = dict(shared_prefixes=levels)
+        traces, _ = opened(tmp_path, records, seq_len=64, attention=attention)
+        row = traces.train[0]
+        assert (traces.train.num_tokens, row["segment_ids"].max()) == (num_tokens, num_nodes)
+        assert (
+            row["loss_weights"].sum() == sum(map(len, answers)) and row["loss_segments"].max() == 5
+        )
+    parts, _ = opened(tmp_path, records, attention=dict(shared_prefixes=3), seq_len=18)
+    assert parts.warnings[-1].endswith("does not fit: 1") and parts.train.num_sequences == 2
+
+
 def test_contexts_of_a_trajectory_share_reward_and_advantage(tmp_path):
     """The group counts a trajectory once, and its contexts may have other prompts."""
     later = [9, 2, 3]
