@@ -22,6 +22,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.document_layout import chained_order, zigzag_chain
+from tests import trees
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 # borders inside chunks and between ranks; the last document is padding
@@ -261,48 +262,43 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
             assert max_relative_error(a, b) < bound, name
 
 
-# Trees by their number of levels of prefixes: the tokens of a node, and the nodes that continue it.
-# Several levels start in one chunk, and on other ranks; some nodes are shorter than the
-# convolutions reach.
+# Documents by their number of levels of prefixes; see `trees.Documents`. Several levels start in one
+# chunk, and on other ranks; some documents are shorter than the convolutions reach.
 TREES = {
-    1: [(150, (70,), (1,), (2,), (60,)), (2, (9,), (3,)), (1, (3,)), (90,)],
+    1: [
+        (150, 0),
+        (70, 1),
+        (1, 1),
+        (2, 1),
+        (60, 1),
+        (2, 0),
+        (9, 6),
+        (3, 6),
+        (1, 0),
+        (3, 9),
+        (90, 0),
+    ],
     4: [
-        (71, (33, (1, (2, (1,), (45,)), (1,)), (20,)), (1, (1, (1, (1,)))), (66,)),
-        (1, (2, (1, (2, (3,), (1,)), (77, (1,))))),
-        (30, (25, (1, (2, (13,)))), (7,)),
-        (90,),
+        *[(71, 0), (33, 1), (1, 2), (2, 3), (1, 4), (45, 4), (1, 3), (20, 2)],
+        *[(1, 1), (1, 9), (1, 10), (1, 11), (66, 1)],
+        *[(1, 0), (2, 14), (1, 15), (2, 16), (3, 17), (1, 17), (77, 16), (1, 20)],
+        *[(30, 0), (25, 22), (1, 23), (2, 24), (13, 25), (7, 22), (90, 0)],
     ],
 }
 
 
 def packed_trees(levels: int):
-    """segments [1, 512] and prefixes [1, 512, levels] of TREES. With each leaf as a row of its own, after its prefixes:
-    the places of the tokens of a row, padded with -1, and for each token a row that has it and the place there."""
-    segments, prefixes, nodes, rows = [], [], [], []
-
-    def add(path, before, length, *children):
-        own = len(segments) + np.arange(length)
-        nodes.append(length)
-        segments.extend([len(nodes)] * length)
-        prefixes.extend([[*path, *[0] * (levels - len(path))]] * length)
-        for child in children:
-            add([*path, segments[own[0]]], [*before, *own], *child)
-        if not children:
-            rows.append(np.array([*before, *own]))
-
-    for tree in TREES[levels]:
-        add([], [], *tree)
-    missing = 512 - len(segments)
+    """segments [1, 512] and prefixes [1, 512, levels] of TREES. With each document as a row of its own, after its
+    prefixes: the places of the tokens of a row, padded with -1, and for each token a row that has it and the place
+    there."""
+    _, segments, prefixes = trees.arrays_of(TREES[levels], 512, levels).values()
+    rows = trees.separate_rows(TREES[levels])
     index_RL = np.full((len(rows), max(map(len, rows))), -1)
-    row_of_token = np.zeros((2, len(segments)), int)
+    row_of_token = np.zeros((2, np.count_nonzero(segments)), int)
     for row, places in enumerate(rows):
         index_RL[row, : len(places)] = places
         row_of_token[:, places] = np.full(len(places), row), np.arange(len(places))
-    segments, prefixes = (
-        np.pad(x, [(0, missing), *[(0, 0)] * (np.ndim(x) - 1)])[None].astype(np.int32)
-        for x in (segments, prefixes)
-    )
-    return segments, prefixes, index_RL, row_of_token
+    return segments[None], prefixes[None], index_RL, row_of_token
 
 
 def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:

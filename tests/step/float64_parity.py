@@ -38,8 +38,8 @@ from tests.step.synthetic import (  # noqa: E402
 from tests.tolerances import max_relative_error  # noqa: E402
 from tests.trees import random_documents, separate_rows  # noqa: E402
 
-CASES = [("grpo", "recurrent tiles", dict(context=4, tensor=2), {})]
 MORE = [  # with --all
+    ("grpo", "recurrent tiles", dict(context=4, tensor=2), {}),
     ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
     ("grpo", "recurrent", dict(context=4, tensor=2), {}),
     ("grpo", "latent tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
@@ -49,8 +49,10 @@ MORE = [  # with --all
 # Models, meshes and further sections, for trees of five levels of documents.
 EXPERTS = dict(num_experts=4, experts_per_token=2, expert_ffn_dim=24, shared_ffn_dim=16)
 MIXED = LATENT | EXPERTS | dict(layer_kinds=("sliding", "latent"), window=6)
+# attention and Mamba-2 side by side
+SIDE_BY_SIDE = MAMBA | dict(layer_kinds=("full_mamba2",))
 SLIDING, TILES = policy_loss.KINDS["sliding"]["model"], dict(memory=dict(tile_tokens=12))
-DEEP = [(MIXED, dict(context=4), {})]
+DEEP = [(MIXED, dict(context=4), {}), (SIDE_BY_SIDE, dict(context=4, tensor=2), TILES)]
 MORE_DEEP = [
     (policy_loss.QUERY_SCALE, dict(context=1), {}),
     (policy_loss.QUERY_SCALE, dict(context=2, tensor=2), dict(attention=dict(strategy="ulysses"))),
@@ -64,6 +66,7 @@ MORE_DEEP = [
     (MAMBA | EXPERTS, dict(context=2, tensor=2), TILES),
     (KIMI_DELTA, dict(context=4), TILES),
     (KIMI_DELTA | EXPERTS, dict(context=2), dict(attention=dict(strategy="ulysses"))),
+    (SIDE_BY_SIDE, dict(context=4), dict(attention=dict(strategy="ulysses"))),
 ]
 
 
@@ -113,7 +116,7 @@ def report(name: str, got, got_loss, gradients, expected) -> None:
 
 def main() -> None:
     has_all = sys.argv[1:] == ["--all"]
-    for loss, kinds, mesh, attention in [*CASES, *(MORE if has_all else [])]:
+    for loss, kinds, mesh, attention in MORE if has_all else ():
         params, gradients, expected = policy_loss.separate_rows(loss, kinds)
         config = policy_loss.config_with(
             loss, **policy_loss.KINDS[kinds], mesh=mesh, attention=attention

@@ -39,6 +39,7 @@ from tests.step.synthetic import (  # noqa: E402
 )
 from tests.step.test_policy_loss import config_with, sequence, traces  # noqa: E402
 from tests.tolerances import max_relative_error  # noqa: E402
+from tests.trees import arrays_of, random_documents  # noqa: E402
 
 OWN, ROTATED = 4, 8  # widths of the two parts of a key
 FACTOR, ORIGINAL, THETA, MSCALE = 4.0, 32, 100.0, 0.707
@@ -139,13 +140,13 @@ def logits_of(params, tokens_T):
 
 
 def documents_of(row) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Places of the tokens of each document, with the prefix that it continues, and its own ones."""
+    """Places of the tokens of each document, with the prefixes that it continues, and its own ones."""
     segments, documents = row["segment_ids"], []
     prefixes = row.get("prefix_ids", segments[:, None] * 0)
     for segment in range(1, segments.max() + 1):
         (own,) = np.nonzero(segments == segment)
-        prefix = prefixes[own[0], 0]
-        (before,) = np.nonzero((segments == prefix) & (prefix > 0))
+        path = prefixes[own[0]]
+        (before,) = np.nonzero(np.isin(segments, path[path > 0]))
         documents.append((np.concatenate([before, own]), own))
     return documents
 
@@ -198,11 +199,23 @@ def oracle(name: str):
 
 
 def config_and_rows(name: str, **sections):
-    """Packed documents in four rows, or answers that continue prefixes in one row."""
+    """Packed documents in four rows, or answers that continue prefixes in one row, or deeper trees."""
+    if name == "trees":
+        config = config_with("", shares=4, model=MODEL, **sections)
+        return config, [tree_row(config.data.seq_len)]
     if name == "prefixes":
         config = config_with("", model=MODEL, **sections)
         return config, [sequence(config, traces(""))]
     return small_config(model=MODEL, **sections), natural_rows()
+
+
+def tree_row(num_tokens: int) -> dict[str, np.ndarray]:
+    """With random tokens, targets and weights."""
+    rng, row = np.random.default_rng(0), arrays_of(random_documents(num_tokens, 4), num_tokens, 4)
+    tokens, targets = rng.integers(1, 61, (2, num_tokens), dtype=np.int32)
+    weights = rng.integers(0, 3, num_tokens) * (row["segment_ids"] > 0).astype(np.float32)
+    row |= dict(tokens=tokens, targets=targets, loss_weights=weights)
+    return row | dict(loss_tokens=np.arange(num_tokens), loss_segments=row["segment_ids"])
 
 
 def errors_of(name: str, **sections) -> tuple[float, float]:
@@ -253,6 +266,9 @@ CASES = [
     ("prefixes", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), 12),
     ("prefixes", dict(context=2), dict(strategy="ulysses"), 12),
     ("prefixes", dict(context=4), dict(strategy="all_gather"), 0),
+    ("trees", dict(context=4, tensor=2), {}, 0),
+    ("trees", dict(context=4), {}, 12),
+    ("trees", {}, {}, 12),
 ]
 
 

@@ -371,7 +371,7 @@ def test_ring_of_keys_and_values_of_latents_equals_one_device():
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "flags, num_cases", [([], 1), pytest.param(["--all"], 14, marks=pytest.mark.full)]
+    "flags, num_cases", [([], 1), pytest.param(["--all"], 17, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("mixers", ["latent", "recurrent"])
 def test_mixers_equal_oracles_in_float64(mixers, flags, num_cases):
