@@ -108,7 +108,9 @@ def read_documents(config: Config, source: str) -> Documents:
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
         return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
-    if (num_levels := _num_levels(prefixes)) > config.attention.shared_prefixes:
+    # of the document with the most prefixes
+    num_levels = int(tokens_before([1] * len(prefixes), prefixes).max(initial=0))
+    if num_levels > config.attention.shared_prefixes:
         raise UserError(
             f"the tree of {source} has {num_levels} levels of prefixes; set"
             f" --config.attention.shared_prefixes={num_levels}, or False for separate rows"
@@ -200,11 +202,6 @@ def _nodes(tree: str) -> list[tuple[int, int]]:
         first = len(nodes)
         nodes += [(length, prefix + first if prefix else 1) for length, prefix in branch]
     return nodes if branch else []
-
-
-def _num_levels(prefixes: Sequence[int]) -> int:
-    """The largest number of prefixes that a document continues."""
-    return int(tokens_before([1] * len(prefixes), prefixes).max(initial=0))
 
 
 def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:

@@ -141,18 +141,14 @@ class StageRun(Outputs):
     def reward(self, position: Position) -> Position:
         """Writes means over the answers to rollouts.eval_prompts to metrics.jsonl, if there are any
         and they are not known."""
-        step, is_known = position.step, HELDOUT_REWARD in self.checkpoints.evaluation(position.step)
-        if is_known or not self.stage.config.rollouts.eval_prompts:
+        step, stage, prompts = position.step, self.stage, self.stage.config.rollouts.eval_prompts
+        if HELDOUT_REWARD in self.checkpoints.evaluation(step) or not prompts:
             return position
-        path = self.stage.data.source.train.path(step)
+        path = stage.data.source.train.path(step)
         path = path.with_suffix(f".heldout{path.suffix}")
         with watchdog.phase("generation"), self.progress.spinner("evaluating rewards"):
-            means = self.stage.rollout_maker.heldout(
-                position.state.params, step, path, self.workdir
-            )
-        self.metrics.write(
-            step=step, **{f"{HELDOUT_REWARD}/{name}": value for name, value in means.items()}
-        )
+            means = stage.rollout_maker.heldout(position.state.params, step, path, self.workdir)
+        self.metrics.write(step=step, **{f"{HELDOUT_REWARD}/{x}": means[x] for x in means})
         self.checkpoints.add_evaluation(step, **{HELDOUT_REWARD: means["mean"]})
         return position
 
