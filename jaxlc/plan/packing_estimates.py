@@ -18,10 +18,10 @@ from jaxlc.plan.program import StepProgram
 from jaxlc.simulate.packed_work import (
     AttentionWork,
     SequenceWork,
+    ancestors_of,
     mean_of_microbatches,
     num_ring_steps,
     sequence_work,
-    tokens_before,
 )
 from jaxlc.simulate.timeline import Prediction, predict
 
@@ -75,7 +75,7 @@ class Documents(NamedTuple):
         if not any(self.prefixes):
             return max(int(x.max()) for x in self.sequences)
         lengths = self.sequences[0]
-        return int((lengths + tokens_before(lengths, self.prefixes)).max())
+        return int((lengths + _tokens_before(lengths, self.prefixes)).max())
 
 
 def read_documents(config: Config, source: str) -> Documents:
@@ -109,7 +109,7 @@ def read_documents(config: Config, source: str) -> Documents:
     if any(prefixes) and not config.attention.shared_prefixes:
         return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
     # of the document with the most prefixes
-    num_levels = int(tokens_before([1] * len(prefixes), prefixes).max(initial=0))
+    num_levels = ancestors_of(prefixes).shape[1]
     if num_levels > config.attention.shared_prefixes:
         raise UserError(
             f"the tree of {source} has {num_levels} levels of prefixes; set"
@@ -133,7 +133,7 @@ def _separate_rows(
       UserError: a document is longer than a sequence.
     """
     sequences: list[list[int]] = []
-    rows = np.add(lengths, tokens_before(lengths, prefixes)).tolist()
+    rows = np.add(lengths, _tokens_before(lengths, prefixes)).tolist()
     for number, row in enumerate(rows, start=1):
         if number in prefixes:
             continue
@@ -147,6 +147,11 @@ def _separate_rows(
             sequences.append(fitting := [])
         fitting.append(row)
     return [np.array(sequence) for sequence in sequences]
+
+
+def _tokens_before(lengths: Sequence[int], prefixes: Sequence[int]) -> np.ndarray:
+    """int64 [documents]: tokens of all prefixes that each document continues."""
+    return np.append(0, lengths)[ancestors_of(prefixes)].sum(1)[1:]
 
 
 def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:

@@ -3,6 +3,7 @@ Pure NumPy.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -364,3 +365,76 @@ def _place_in_sequence(
             places.append((document, rank, offset, tokens))
             offset, begin = offset + tokens, begin + tokens
     return places
+
+
+class Pieces(NamedTuple):
+    """Consecutive tokens of a document that are neighbors on one rank; int64 [pieces], in the order
+    of the sequence.
+    """
+
+    document: np.ndarray
+    offset: np.ndarray  # tokens of the document before the piece
+    num_tokens: np.ndarray
+    rank: np.ndarray
+    tile: np.ndarray
+
+
+def pieces_of(
+    segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray
+) -> Pieces:
+    """The pieces of a sequence whose token `order_T[i]` is at place i of the layout, in tile
+    `tile_T[i]`.
+    """
+    rank_T = np.arange(len(order_T)) // (len(order_T) // num_ranks)
+    document_T = segment_ids_T[order_T]
+    is_first = np.ones(len(order_T), bool)
+    is_first[1:] = (np.diff(order_T) != 1) | (np.diff(document_T) != 0) | (np.diff(rank_T) != 0)
+    is_first[1:] |= np.diff(tile_T) != 0
+    begins = np.flatnonzero(is_first)
+    num_tokens = np.diff(begins, append=len(order_T))
+    order = np.argsort(order_T[begins])
+    begins, num_tokens = begins[order], num_tokens[order]
+    is_text = document_T[begins] > 0
+    begins, num_tokens = begins[is_text], num_tokens[is_text]
+    document, first_token = document_T[begins], order_T[begins]
+    is_new = np.diff(document, prepend=0) != 0
+    offset = first_token - np.maximum.accumulate(np.where(is_new, first_token, 0))
+    return Pieces(document, offset, num_tokens, rank_T[begins], tile_T[begins])
+
+
+def pairs_by_rank(pieces: Pieces, num_ranks: int, num_tiles: int) -> np.ndarray:
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends
+    to.
+    """
+    num_tokens, rank = pieces.num_tokens, pieces.rank
+    # tokens of all earlier pieces, by rank
+    by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)
+    by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens
+    by_rank = by_rank.cumsum(axis=0)[:-1]
+    is_new = np.diff(pieces.document, prepend=0) != 0
+    # the first piece of each document
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))
+    pairs = np.zeros((num_tiles, num_ranks, num_ranks), np.int64)
+    np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
+    np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
+    return pairs
+
+
+def tokens_by_rank(
+    pieces: Pieces, num_documents: int, num_ranks: int, num_tiles: int
+) -> np.ndarray:
+    """int64 [tiles, ranks, documents + 1]: tokens of each document, by its segment id."""
+    tokens = np.zeros((num_tiles, num_ranks, num_documents + 1), np.int64)
+    np.add.at(tokens, (pieces.tile, pieces.rank, pieces.document), pieces.num_tokens)
+    return tokens
+
+
+def prefix_pairs_by_rank(tokens: np.ndarray, ancestors: np.ndarray) -> np.ndarray:
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key in a prefix of its
+    document.
+
+    Args:
+      tokens: of `tokens_by_rank`.
+      ancestors: int [documents + 1, levels]: the prefixes of each document; 0: none.
+    """
+    return tokens @ tokens.sum(0)[:, ancestors].sum(-1).T

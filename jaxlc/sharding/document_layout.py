@@ -48,7 +48,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.document_balance import Assignment, num_shared
+from jaxlc.sharding.document_balance import (
+    Assignment,
+    num_shared,
+    pairs_by_rank,
+    pieces_of,
+    prefix_pairs_by_rank,
+    tokens_by_rank,
+)
 
 
 def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
@@ -330,13 +337,17 @@ def tree_order(
     Args:
       prefix_ids_TD: int [tokens, levels]; see `attention.key_ranges.TokenInfo`.
     """
+    ancestors = np.zeros((segment_ids_T.max() + 1, prefix_ids_TD.shape[1]), np.int64)
+    ancestors[segment_ids_T] = prefix_ids_TD
     trees_T = np.where(prefix_ids_TD[:, 0] > 0, prefix_ids_TD[:, 0], segment_ids_T)
 
     def cost(order_T: np.ndarray) -> float:
-        work, tokens = _tree_work(segment_ids_T, prefix_ids_TD, order_T, context)
-        shared, long = num_shared(tokens, len(order_T) // context)
+        pieces = pieces_of(segment_ids_T, order_T, context, np.zeros_like(order_T))
+        tokens = tokens_by_rank(pieces, len(ancestors) - 1, context, 1)
+        shared, long = num_shared(tokens[0].T, len(order_T) // context)
         fits = shared <= MAX_SHARED_DOCUMENTS and long <= MAX_LONG_SHARED_DOCUMENTS
-        return ring_cost(by_ring_step(work)) if fits else np.inf
+        pairs = pairs_by_rank(pieces, context, 1) + prefix_pairs_by_rank(tokens, ancestors)
+        return ring_cost(by_ring_step(pairs[0])) if fits else np.inf
 
     orders = [
         document_order(segment_ids_T, context),
@@ -345,26 +356,6 @@ def tree_order(
     ]
     order_T = np.sort(min(orders, key=cost).reshape(context, -1), axis=1).reshape(-1)
     return _in_groups(order_T, context, inner)
-
-
-def _tree_work(
-    segment_ids_T: np.ndarray, prefix_ids_TD: np.ndarray, order_T: np.ndarray, context: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of a query and a key, int64 [query ranks, key ranks], and tokens of documents by
-    segment id and rank.
-    """
-    rank_T = np.arange(context).repeat(len(order_T) // context)[natural_order(order_T)]
-    (begins,) = np.diff([segment_ids_T, rank_T], prepend=-1).any(0).nonzero()
-    segments = segment_ids_T[begins]
-    pieces = np.eye(context, dtype=np.int64)[rank_T[begins]]
-    pieces *= (np.diff(begins, append=len(order_T)) * (segments > 0))[:, None]
-    tokens = np.zeros((segments.max() + 1, context), np.int64)
-    keys = np.zeros_like(pieces)  # of a piece's document, before it
-    for piece, segment in enumerate(segments):
-        keys[piece] = tokens[segment]
-        tokens[segment] += pieces[piece]
-    keys += tokens[prefix_ids_TD[begins]].sum(1)
-    return pieces.T @ keys + np.diag((pieces * (pieces + 1) // 2).sum(0)), tokens
 
 
 class ChainedOrder(NamedTuple):

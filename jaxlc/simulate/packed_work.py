@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxlc.attention.kernels.cudnn_packed import calls_for
 from jaxlc.config import Config
@@ -20,6 +19,13 @@ from jaxlc.config.flops import causal_pairs, document_pairs
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.data.sequences.mixture import balanced_order
+from jaxlc.sharding.document_balance import (
+    Pieces,
+    pairs_by_rank,
+    pieces_of,
+    prefix_pairs_by_rank,
+    tokens_by_rank,
+)
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, ring_cost
 
 
@@ -118,15 +124,20 @@ def sequence_work(
       prefixes: int [documents]: the number, from 1, of the earlier document that each continues; 0: none. Empty: all 0.
       few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
-    num_tokens = config.data.seq_len
+    num_tokens, num_levels = config.data.seq_len, config.attention.shared_prefixes
     segment_ids_T = np.zeros(num_tokens, np.int32)
     segment_ids_T[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    order_T = order_of({"segment_ids": segment_ids_T})
+    ancestors = ancestors_of(prefixes or [0] * len(lengths))
+    sequence = {"segment_ids": segment_ids_T}
+    if num_levels:
+        missing = [(0, 0), (0, num_levels - ancestors.shape[1])]
+        sequence["prefix_ids"] = np.pad(ancestors, missing)[segment_ids_T]
+    order_T = order_of(sequence)
     shards, tile_T = num_shards(config), _tile_of_tokens(config)
-    pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
-    prefixes = prefixes or [0] * len(lengths)
-    pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
-    prefix_pairs = _prefix_pairs_by_rank(pieces, prefixes, shards, tile_T.max() + 1)
+    pieces = pieces_of(segment_ids_T, order_T, shards, tile_T)
+    tokens = tokens_by_rank(pieces, len(lengths), shards, tile_T.max() + 1)
+    pairs = pairs_by_rank(pieces, shards, tile_T.max() + 1)
+    prefix_pairs = prefix_pairs_by_rank(tokens, ancestors)
     work, prefix_work = (
         np.stack([by_ring_step(tile) for tile in x]) for x in (pairs, prefix_pairs)
     )
@@ -138,7 +149,7 @@ def sequence_work(
         for x in (work, prefix_work)
     )
     calls = (
-        by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents))
+        by_ring_step(_further_calls(tokens.sum(0), num_tokens // shards, few_documents))
         .max(axis=1)
         .astype(float)
     )
@@ -149,7 +160,7 @@ def sequence_work(
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
-        pairs=document_pairs(config.model, lengths, tokens_before(lengths, prefixes)),
+        pairs=document_pairs(config.model, lengths, np.append(0, lengths)[ancestors].sum(1)[1:]),
         ring_cost=ring_cost((work + prefix_work).reshape(-1, shards)),
         work=AttentionWork(
             slowest[0],
@@ -196,18 +207,6 @@ def mean_of_microbatches(
     ]
 
 
-class _Pieces(NamedTuple):
-    """Consecutive tokens of a document that are neighbors on one rank; int64 [pieces], in the order
-    of the sequence.
-    """
-
-    document: np.ndarray
-    offset: np.ndarray  # tokens of the document before the piece
-    num_tokens: np.ndarray
-    rank: np.ndarray
-    tile: np.ndarray
-
-
 def _tile_of_tokens(config: Config) -> np.ndarray:
     """int64 [tokens]: the tile that has each token of the layout; 0 without memory.tile_tokens."""
     num_tokens, tile_tokens = config.data.seq_len, config.memory.tile_tokens
@@ -218,81 +217,30 @@ def _tile_of_tokens(config: Config) -> np.ndarray:
     return np.minimum(index_T, subchunks - 1 - index_T)
 
 
-def _pieces(
-    segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray
-) -> _Pieces:
-    rank_T = np.arange(len(order_T)) // (len(order_T) // num_ranks)
-    document_T = segment_ids_T[order_T]
-    is_first = np.ones(len(order_T), bool)
-    is_first[1:] = (np.diff(order_T) != 1) | (np.diff(document_T) != 0) | (np.diff(rank_T) != 0)
-    is_first[1:] |= np.diff(tile_T) != 0
-    begins = np.flatnonzero(is_first)
-    num_tokens = np.diff(begins, append=len(order_T))
-    order = np.argsort(order_T[begins])
-    begins, num_tokens = begins[order], num_tokens[order]
-    is_text = document_T[begins] > 0
-    begins, num_tokens = begins[is_text], num_tokens[is_text]
-    document, first_token = document_T[begins], order_T[begins]
-    is_new = np.diff(document, prepend=0) != 0
-    offset = first_token - np.maximum.accumulate(np.where(is_new, first_token, 0))
-    return _Pieces(document, offset, num_tokens, rank_T[begins], tile_T[begins])
-
-
-def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarray:
-    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends
-    to.
-    """
-    num_tokens, rank = pieces.num_tokens, pieces.rank
-    # tokens of all earlier pieces, by rank
-    by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)
-    by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens
-    by_rank = by_rank.cumsum(axis=0)[:-1]
-    is_new = np.diff(pieces.document, prepend=0) != 0
-    # the first piece of each document
-    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))
-    pairs = np.zeros((num_tiles, num_ranks, num_ranks), np.int64)
-    np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
-    np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
-    return pairs
-
-
-def tokens_before(lengths: ArrayLike, prefixes: Sequence[int]) -> np.ndarray:
-    """int64, the shape of `lengths`: tokens of all prefixes that each document continues.
+def ancestors_of(prefixes: Sequence[int]) -> np.ndarray:
+    """int64 [documents + 1, levels]: the prefixes before each document, by its number, the root
+    first; 0: none.
 
     Args:
-      lengths: int [documents, ...].
       prefixes: of `sequence_work`.
     """
-    lengths = np.asarray(lengths, np.int64)
-    before = np.zeros_like(lengths)
-    for document, prefix in enumerate(prefixes):
-        if prefix:
-            before[document] = before[prefix - 1] + lengths[prefix - 1]
-    return before
+    paths: list[list[int]] = [[]]
+    for prefix in prefixes:
+        paths.append([*paths[prefix], prefix] if prefix else [])
+    num_levels = max(map(len, paths))
+    return np.array([path + [0] * (num_levels - len(path)) for path in paths], np.int64)
 
 
-def _prefix_pairs_by_rank(
-    pieces: _Pieces, prefixes: Sequence[int], num_ranks: int, num_tiles: int
-) -> np.ndarray:
-    """int64 [tiles, query ranks, key ranks]: pairs of a query in a branch in a tile and a key in
-    its prefixes.
-    """
-    queries = np.zeros((num_tiles, num_ranks, len(prefixes)), np.int64)
-    np.add.at(queries, (pieces.tile, pieces.rank, pieces.document - 1), pieces.num_tokens)
-    return queries @ tokens_before(queries.sum(axis=0).T, prefixes)
-
-
-def _further_calls(
-    pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool
-) -> np.ndarray:
+def _further_calls(tokens: np.ndarray, local_tokens: int, few_documents: bool) -> np.ndarray:
     """int64 [query ranks, key ranks]: calls in a loop for the documents that both ranks have.
 
     The longest documents are first, and a call takes consecutive ones from the size of its first
     document on.
+
+    Args:
+      tokens: of `tokens_by_rank`, [ranks, documents].
     """
-    tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
-    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
-    num_calls = np.zeros((num_ranks, num_ranks), np.int64)
+    num_calls = np.zeros((len(tokens), len(tokens)), np.int64)
     for ranks in np.ndindex(num_calls.shape):
         calls = calls_for(
             1, local_tokens, local_tokens, causal=ranks[0] == ranks[1], few_documents=few_documents
@@ -308,7 +256,7 @@ def _further_calls(
     return num_calls
 
 
-def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:
+def _window_pairs(pieces: Pieces, num_ranks: int, window: int) -> np.ndarray:
     """int64 [ranks]: pairs of each rank's queries with a sliding window in tokens."""
 
     def pairs_before(offset):  # pairs of the first queries of a document

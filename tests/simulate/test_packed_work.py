@@ -77,7 +77,7 @@ def test_work_of_shared_prefixes_equals_dense_count():
     """The slowest rank of a ring step is the one with the most pairs of all kernel calls."""
     lengths, prefixes = (1500, 300, 500, 90, 1205, 200, 200), (0, 1, 1, 0, 0, 5, 6)
     result = sequence_work(
-        config_with(attention=dict(shared_prefixes=True)), ZIGZAG, lengths, prefixes
+        config_with(attention=dict(shared_prefixes=2)), ZIGZAG, lengths, prefixes
     )
     order_T = zigzag_order(TOKENS, CONTEXT)
     own, prefix, further = (
@@ -304,3 +304,11 @@ def test_mean_of_microbatches_separates_those_that_skip_ring_steps():
     np.testing.assert_allclose(
         (share, *work), (1, *(np.array(whole.work) + 3 * np.array(all_steps)) / 4)
     )
+
+
+def test_small_trees_are_balanced_as_in_a_run():
+    """The order of a run, which also counts the pairs over prefixes."""
+    lengths, prefixes = (60, 25, 25, 25) * 24, [p for i in range(24) for p in (0, *[4 * i + 1] * 3)]
+    config = config_with(4096, 4, attention=dict(shared_prefixes=1))
+    order = choose_order(config, 4)
+    assert sequence_work(config, order.of, lengths, prefixes).ring_cost < 1.2
