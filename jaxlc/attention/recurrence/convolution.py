@@ -28,7 +28,9 @@ _ONE_RANK = Ranks(CONTEXT, 1)
 
 
 class Tail(NamedTuple):
-    """The last P - 1 tokens before a place in the sequence that end with one of a level or less."""
+    """The P - 1 tokens that end with the last token of a level or less before a place in the
+    sequence.
+    """
 
     x: jax.Array  # [..., P - 1, W]
     segments: jax.Array | None  # int32 [..., P - 1]; None: not asked for
@@ -55,8 +57,8 @@ def taps_of_prefixes(
     weights_PW: jax.Array,
     ranks: Ranks,
 ) -> list[jax.Array]:
-    """The sums over the tokens of prefixes that the taps reach, [B, L, W] of each fragment, in float32 or
-    wider.
+    """The sums over the tokens of prefixes that the taps reach, [B, L, W] of each fragment, in
+    float32 or wider.
 
     Args:
       x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
