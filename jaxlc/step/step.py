@@ -23,6 +23,7 @@ from jaxlc import attention
 from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.config import Config, LoraConfig
+from jaxlc.config.checks.all_checks import check
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
@@ -207,9 +208,10 @@ def build_step(
       UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
         support the custom model, loss or optimizer.
     """
-    config = dataclasses.replace(
-        config, precision=precision.on_devices(config.precision, mesh.devices.flat)
-    )
+    on_devices = precision.on_devices(config.precision, mesh.devices.flat)
+    if on_devices != config.precision:
+        config = dataclasses.replace(config, precision=on_devices)
+        check(config, on_devices=False)
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))

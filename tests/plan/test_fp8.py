@@ -5,6 +5,7 @@ import pytest
 from jaxlc.config import load
 from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import hardware
+from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.plan.program import compile_step, kernels
@@ -97,5 +98,9 @@ def test_auto_is_float16_on_a_gpu_without_bfloat16():
         return fp8_step("t4", compute=name).config.precision.compute
 
     assert compute("auto") == "fp16"
+    config = small_config()
+    config.posttrain.loss, config.attention.document_mask = "dapo", True
+    with pytest.raises(UserError, match="loss='dapo' with config.precision.compute='fp16'"):
+        build_step(load(config), make_mesh(topology("t4:1x4"), load(config).mesh))
     error = followed(lambda settings: compute(settings.get("precision.compute", "bf16")))
     assert "compute='bf16' needs GPUs of compute capability 8.0 or more, and Tesla T4" in error
