@@ -13,9 +13,9 @@ FLOAT32_LOSS = 1e-6
 FLOAT32_GRADIENTS = 2e-6
 # Updates of Muon, whose five iterations amplify the rounding errors of small singular values.
 MUON_PARITY = 1e-4
-# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 3.0e-5 between shared prefixes and
+# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared prefixes and
 # separate rows. Of kimi_delta, 1.03e-5 in a convolution between one device and context=4.
-FLOAT32_DECAY_GRADIENT = 5e-5
+FLOAT32_DECAY_GRADIENT = 2e-5
 # The same of mamba2 with the norm before the gate: 6e-5. The norm makes the output independent of a factor of the
 # state, so the terms of this gradient cancel further; all other gradients are within FLOAT32_PARITY.
 FLOAT32_NORMED_DECAY_GRADIENT = 1e-4

@@ -339,7 +339,7 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
     if not dtypes.isdisjoint(_ROUNDED.get(frozen, ())):
         print_to_stderr(
             f"note: training rounded the frozen weights of {base} to {frozen} (config.precision.frozen): load the"
-            f" adapters on the base in {frozen}, or expect other results than those of the merged export"
+            f" adapters on the base in {frozen}, or expect results that differ from the merged export"
         )
     return base
 

@@ -334,20 +334,17 @@ def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
 
 
 def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    group, policy_step = values.get("group"), values.get("policy_step")
-    trajectory = values.get("trajectory")
-    if trajectory is not None and group is None:
+    fields: dict[str, Any] = {
+        name: str(values[name]) for name in ("group", "trajectory") if name in values
+    }
+    if "trajectory" in fields and "group" not in fields:
         raise BadRecord(f"{where}: a trajectory without a group; record the group, too")
+    policy_step = values.get("policy_step")
     if policy_step is not None and not (isinstance(policy_step, int) and policy_step >= 0):
         raise BadRecord(
             f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
         )
-    fields = dict(
-        policy_step=policy_step,
-        group=None if group is None else str(group),
-        trajectory=None if trajectory is None else str(trajectory),
-        is_truncated=bool(values.get("truncated", False)),
-    )
+    fields |= dict(policy_step=policy_step, is_truncated=bool(values.get("truncated", False)))
     for name in {"reward", "advantage"} & values.keys():
         value = values[name]
         if not (isinstance(value, (int, float)) and math.isfinite(value)):

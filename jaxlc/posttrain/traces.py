@@ -3,7 +3,6 @@ prompts, too.
 """
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +175,8 @@ def open_traces(
 
     levels = config.attention.shared_prefixes
 
-    def trees(group: Group, seq_len: int = data.seq_len) -> list[Tree]:
-        return trees_of(group, seq_len, levels=levels)
+    def trees(group: Group) -> list[Tree]:
+        return trees_of(group, data.seq_len, levels=levels)
 
     groups = list(groups_of(traces))
     if posttrain.loss == "dpo":
@@ -196,8 +195,7 @@ def open_traces(
         [trees(group) for group in part] for part in (train_groups, heldout_groups)
     )
     all_trees = (*train_trees, *heldout_trees)
-    unlimited = (trees(group, sys.maxsize) for group in (*train_groups, *heldout_groups))
-    if num_repeated := sum(len(x) - len(whole) for x, whole in zip(all_trees, unlimited)):
+    if num_repeated := sum(tree.repeats for part in all_trees for tree in part):
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )

@@ -40,6 +40,7 @@ class Tree:
     first: int
     end: int
     children: list["Tree"] = field(default_factory=list)
+    repeats: bool = False  # another tree has its first tokens, too, since both do not fit into one
 
     @property
     def trace(self) -> Trace:
@@ -139,13 +140,15 @@ def _trees(group: Sequence[Trace], seq_len: int, levels: int) -> Iterator[Tree]:
             continue
         # traces that share many tokens are neighbors
         order = {id(trace): i for i, (_, node) in enumerate(tree.nodes()) for trace in node.traces}
-        part: list[Trace] = []
+        parts: list[list[Trace]] = [[]]
         for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
-            if part and any(x.size > seq_len for x in build([*part, trace])):
-                yield from build(part)
-                part = []
-            part.append(trace)
-        yield from build(part)
+            if parts[-1] and any(x.size > seq_len for x in build([*parts[-1], trace])):
+                parts.append([])
+            parts[-1].append(trace)
+        for number, part in enumerate(parts):
+            for smaller in build(part):
+                smaller.repeats = number > 0
+                yield smaller
 
 
 def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:

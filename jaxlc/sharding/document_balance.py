@@ -141,7 +141,7 @@ class Assignment:
         return work
 
     def num_shared(self) -> tuple[int, int]:
-        """See the function."""
+        """`num_shared` of the documents of all ranks."""
         context = len(self.whole)
         tokens = np.zeros((len(self.lengths), context), np.int64)
         tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1]
@@ -379,7 +379,7 @@ class Pieces(NamedTuple):
     tile: np.ndarray
 
 
-def pieces_of(
+def sequence_pieces(
     segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray
 ) -> Pieces:
     """The pieces of a sequence whose token `order_T[i]` is at place i of the layout, in tile

@@ -52,8 +52,8 @@ from jaxlc.sharding.document_balance import (
     Assignment,
     num_shared,
     pairs_by_rank,
-    pieces_of,
     prefix_pairs_by_rank,
+    sequence_pieces,
     tokens_by_rank,
 )
 
@@ -316,8 +316,6 @@ def document_order(
 
 def _in_groups(order_T: np.ndarray, context: int, inner: int) -> np.ndarray:
     """The order of groups of ranks, of which each has its tokens in zigzag order."""
-    if inner == 1:
-        return order_T
     order_GT = order_T.reshape(context, -1)
     return order_GT[:, zigzag_order(order_GT.shape[1], inner)].reshape(-1)
 
@@ -342,7 +340,7 @@ def tree_order(
     trees_T = np.where(prefix_ids_TD[:, 0] > 0, prefix_ids_TD[:, 0], segment_ids_T)
 
     def cost(order_T: np.ndarray) -> float:
-        pieces = pieces_of(segment_ids_T, order_T, context, np.zeros_like(order_T))
+        pieces = sequence_pieces(segment_ids_T, order_T, context, np.zeros_like(order_T))
         tokens = tokens_by_rank(pieces, len(ancestors) - 1, context, 1)
         shared, long = num_shared(tokens[0].T, len(order_T) // context)
         fits = shared <= MAX_SHARED_DOCUMENTS and long <= MAX_LONG_SHARED_DOCUMENTS

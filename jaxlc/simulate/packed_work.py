@@ -22,8 +22,8 @@ from jaxlc.data.sequences.mixture import balanced_order
 from jaxlc.sharding.document_balance import (
     Pieces,
     pairs_by_rank,
-    pieces_of,
     prefix_pairs_by_rank,
+    sequence_pieces,
     tokens_by_rank,
 )
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, ring_cost
@@ -134,7 +134,7 @@ def sequence_work(
         sequence["prefix_ids"] = np.pad(ancestors, missing)[segment_ids_T]
     order_T = order_of(sequence)
     shards, tile_T = num_shards(config), _tile_of_tokens(config)
-    pieces = pieces_of(segment_ids_T, order_T, shards, tile_T)
+    pieces = sequence_pieces(segment_ids_T, order_T, shards, tile_T)
     tokens = tokens_by_rank(pieces, len(lengths), shards, tile_T.max() + 1)
     pairs = pairs_by_rank(pieces, shards, tile_T.max() + 1)
     prefix_pairs = prefix_pairs_by_rank(tokens, ancestors)

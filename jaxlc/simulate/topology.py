@@ -40,7 +40,7 @@ class _Chip(NamedTuple):
     fpus_per_core: int
     l2_cache_bytes: int
     clock_ghz: float
-    shared_memory_bytes: int  # per core; a block may use 1 KiB less
+    shared_memory_bytes: int  # per core; a block may use 1 KiB less, on a T4 all of it
     threads: int = 2048  # per core
 
 
@@ -68,7 +68,7 @@ class _Node(NamedTuple):
 
 
 # A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
-# has one. GPUs without NVLink are alone in a machine: of a free Colab with about 12 GiB, or assumed.
+# has one. GPUs without NVLink are assumed to be alone in a machine: a free Colab with 12 GiB, or a desktop with 32 GiB.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
     "t4": _Node(num_gpus=1, memory_bytes=12 * 2**30, domain_size=1),

@@ -240,8 +240,8 @@ def sums_on_tokens(x: jax.Array, batch: Batch) -> jax.Array:
 
 
 def loss_rows(batch: Batch) -> Batch:
-    """The batch with the ids of the rows of the loss: segment_ids of the answer, and as prefix_ids
-    those of the first document of its tree.
+    """The batch with the ids of the rows of the loss: segment_ids are the numbers of the answers, and
+    prefix_ids the segment ids of the roots of their trees.
     """
     if batch.loss_tokens is None:
         return batch

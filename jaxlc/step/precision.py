@@ -67,7 +67,7 @@ def on_devices(config: PrecisionConfig, devices: Iterable[jax.Device]) -> Precis
     """The config with `auto` replaced by fp16 if a GPU among `devices` has no bf16 matrix products.
 
     Raises:
-      UserError: a GPU does not have those of config.compute. CPUs emulate them.
+      UserError: a GPU has no matrix products of config.compute. CPUs emulate them.
     """
     for device in devices:
         text = getattr(device, "compute_capability", None)  # CPUs have none

@@ -154,9 +154,9 @@ def run(
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
       policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs, batch) -> sum of the
-        losses`, float32, differentiable. log_probs are those of the targets, float32 [sequences, tokens], or with
-        attention.shared_prefixes > 1 of the rows of the loss; arrays of batch, such as advantages and loss_weights,
-        have that shape. The sum is divided as posttrain.loss does.
+        losses`, float32, differentiable. log_probs is the log-probability of each target, float32 [sequences,
+        tokens]; with attention.shared_prefixes > 1, of each row of the loss. Arrays of batch, such as advantages and
+        loss_weights, have that shape. The sum is divided as posttrain.loss does.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
       batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
         seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",

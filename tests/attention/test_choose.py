@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionProblem
-from jaxlc.attention.kernels import cudnn
+from jaxlc.attention.kernels import cudnn, pallas
 from jaxlc.attention.kernels.choose import KERNELS, choose_kernel
+from jaxlc.attention.strategies.sharded_attention import attention_spec
 from jaxlc.config import AttentionConfig, MeshConfig, defaults, load
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import build_step
@@ -201,6 +202,18 @@ def test_packed_documents_compile_without_faster_kernels(gpu, head_dim, name):
         .as_text()
     )
     assert ("flash_dq" in program) == (name == "pallas")
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("gpu, is_small", [("rtx3090", True), ("l4", True), ("h100", False)])
+def test_only_pallas_has_smaller_blocks_on_gpus_with_little_shared_memory(gpu, is_small):
+    mesh, config = make_mesh(topology(f"{gpu}:1x1"), MeshConfig()), AttentionConfig()
+    spec = attention_spec(config, mesh, True, None, None)
+    assert spec.small_shared_memory == is_small
+    assert (spec.query_block_tokens, spec.key_block_tokens) == (512, 512)  # of blockwise, too
+    q = jax.ShapeDtypeStruct((1, 4096, 1, 128), jnp.bfloat16)
+    mask = pallas._mask("flash_forward", q, q, spec)
+    assert (mask.query_block, mask.kv_block) == ((64, 64) if is_small else (128, 128))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -233,6 +233,20 @@ def test_frozen_parameters_have_no_optimizer_state_and_do_not_change():
     assert any(np.any(x) for x in jax.tree.leaves(state.scaling.histories))
 
 
+def test_frozen_matrices_in_float16_do_not_change():
+    step = lora_step(precision=dict(compute="fp16", frozen="fp16"))
+    before = step.init()
+    after, metrics = step.jitted(before, make_batch(step, natural_rows()))
+    assert metrics.is_finite
+    before, after = flat(step.init().params), flat(after.params)
+    frozen = [name for name, x in before.items() if x.dtype == np.float16]
+    assert "head" in frozen and not any(
+        x.dtype not in (np.float16, np.float32) for x in before.values()
+    )
+    for name in frozen:
+        np.testing.assert_array_equal(after[name], before[name])
+
+
 def test_base_parameters_do_not_depend_on_adapters():
     with_lora, without = (
         flat(lora_step().init().params),

@@ -55,12 +55,10 @@ MAX_HEAD_DIM = 128  # a block with a larger head dim does not fit into the regis
 MAX_BLOCK_RANGES = 8  # ranges in the list of blocks that a program loops over; see block_mask.py
 
 
-def max_block_tokens(compute_capability: str | None) -> int:
-    """Limit of the block sizes on a GPU: some have 99 KiB of shared memory for a block of threads,
-    those of data centers 163 KiB and more. Table "Technical Specifications per Compute Capability"
-    of the CUDA C++ Programming Guide.
-    """
-    return 64 if compute_capability in ("8.6", "8.9", "12.0") else 128
+# Compute capabilities with 99 KiB of shared memory for a block of threads; data-center GPUs have
+# 163 KiB and more. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+SMALL_SHARED_MEMORY = ("8.6", "8.9", "12.0")
+SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
 
 
 def tuning_params(kernel: str, dtype: str) -> TuningParams:

@@ -36,6 +36,7 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges,
 from jaxlc.attention.kernels.block_mask import (
     MAX_HEAD_DIM,
     MIN_BLOCK_TOKENS,
+    SMALL_BLOCK_TOKENS,
     BlockMask,
     Ranges,
     TuningParams,
@@ -544,13 +545,16 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
 
 def _mask(kernel: str, q_BTNH: jax.Array, k: jax.Array, spec: AttentionSpec) -> BlockMask:
     tuning = tuning_params(kernel, q_BTNH.dtype.name)
+    limits = [spec.query_block_tokens, spec.key_block_tokens]
+    if spec.small_shared_memory:
+        limits = [min(limit, SMALL_BLOCK_TOKENS) for limit in limits]
     return BlockMask(
         causal=spec.causal,
         window=spec.window,
         num_queries=q_BTNH.shape[1],
         num_keys=k.shape[-3],
-        query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
-        kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
+        query_block=_block_tokens(limits[0], tuning.query_block_tokens),
+        kv_block=_block_tokens(limits[1], tuning.kv_block_tokens),
     )
 
 

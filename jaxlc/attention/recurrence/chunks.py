@@ -35,8 +35,8 @@ Segments may continue another one, their prefix, which may continue another one:
 of at most D + 1 levels, level 0 being those without a prefix. A node is followed by the nodes that
 continue it, each with all that continue that one. So D more states are passed on, those after the
 last token of level e or less, for each e < D: where a node of level e + 1 starts, this is the state
-after its prefix. A token reads the tokens of its path, which are those of its own node and of all
-prefixes, as far as they are in its chunk, and one of the states that enter the chunk. Gates add up
+after its prefix. The path of a token is its own node and all prefixes of it. A token reads the
+tokens of its path that are in its chunk, and one of the states that enter the chunk. Gates add up
 along the path. All states are one state [(D + 1) K, V]: q, k and w have (D + 1) K columns, and the
 decay is a matrix [D + 1, D + 1] of scalars, or of vectors of K channels.
 """
@@ -498,7 +498,7 @@ _direct_products.defvjp(_direct_forward, _direct_backward)
 
 class _Paths(NamedTuple):
     """Which tokens of a chunk, and which states that enter it, a token reads. First comes the state
-    after the last token, then those of the levels of prefixes, the deepest one first.
+    after the last token, then the state of each level of prefixes, the deepest level first.
     """
 
     visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j

@@ -397,17 +397,16 @@ def attention_spec(
     window: int | None,
     scale: float | None,
 ) -> AttentionSpec:
-    """The blocks of kernels fit the shared memory of the first device of the mesh; None:
-    `jax.devices()[0]`.
-    """
+    """For kernels on the first device of the mesh; None: `jax.devices()[0]`."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    most = block_mask.max_block_tokens(getattr(device, "compute_capability", None))
+    capability = getattr(device, "compute_capability", None)
     return AttentionSpec(
         causal=causal,
         window=window,
         scale=scale,
-        query_block_tokens=min(config.query_block_tokens, most),
-        key_block_tokens=min(config.key_block_tokens, most),
+        query_block_tokens=config.query_block_tokens,
+        key_block_tokens=config.key_block_tokens,
+        small_shared_memory=capability in block_mask.SMALL_SHARED_MEMORY,
     )
 
 

@@ -207,8 +207,7 @@ def num_extended_keys(
 ) -> int:
     """E, for a rank with `num_tokens` tokens."""
     num_received = sum(room for _, room in _rooms(num_tokens, spec, ranks, shared_prefixes))
-    # of each chunk of zigzag order, the window before it and those of the prefixes of its first
-    # branch
+    # of each chunk of zigzag order, the window before it, and one of each prefix of its first branch
     if shared_prefixes:
         num_windows = (1 + shared_prefixes) * (2 // chunks)
         return min(

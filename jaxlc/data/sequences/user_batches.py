@@ -56,13 +56,11 @@ def complete_traces(
             f" ids are 0 to the number of tokens, {segments.shape[1]}"
         )
     if "prefix_ids" in dtypes:
-        parents, levels = (
-            arrays.get("prefix_ids", np.zeros_like(segments)),
-            dtypes["prefix_ids"].shape,
-        )
+        parents = arrays.get("prefix_ids", np.zeros_like(segments))
+        (num_levels,) = dtypes["prefix_ids"].shape
         arrays["prefix_ids"] = np.stack(
             [
-                _ancestors(*rows, *levels, f"{where}: sequence {number}")
+                _ancestors(*rows, num_levels, f"{where}: sequence {number}")
                 for number, rows in enumerate(zip(parents, segments))
             ]
         )
