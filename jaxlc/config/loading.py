@@ -37,7 +37,7 @@ from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.schema import CHAT_TEMPLATES, DataConfig, TrainConfig
 from jaxlc.config.settings import converted, set_at
 from jaxlc.config.values import flattened
-from jaxlc.core.errors import UserError, checked, raise_first, reason_of
+from jaxlc.core.errors import UserError, checked, raise_all, raise_first, reason_of
 from jaxlc.core.files import local_path
 
 ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
@@ -228,7 +228,7 @@ def _resolved(
     merged = [merged_settings(values, changed) for changed in changes.values()]
     first_steps = [0, *itertools.accumulate(map(_num_steps, own, merged))]
     new_schedules = [index for index, stage in enumerate(own) if stage.schedule == "new"]
-    stages: list[Stage] = []
+    stages, problems = list[Stage](), list[str]()
     reset_step = 0
     for index, (stage, settings) in enumerate(zip(own, merged)):
         if stage.optimizer_state == "reset":
@@ -245,8 +245,12 @@ def _resolved(
         settings["train"]["steps"] = first_steps[index + 1]
         if "seed" not in changes[stage.name].get("data", {}):  # other orders of the same sequences
             settings["data"]["seed"] = settings["data"].get("seed", DataConfig().seed) + index
-        complete = _load(stage.name, changes[stage.name], settings, on_devices)
-        stages.append(Stage(**vars(stage), config=complete, first_step=first_steps[index]))
+        try:
+            complete = _load(stage.name, changes[stage.name], settings, on_devices)
+            stages.append(Stage(**vars(stage), config=complete, first_step=first_steps[index]))
+        except UserError as error:
+            problems.append(str(error))
+    raise_all(problems)
     return tuple(stages)
 
 

@@ -446,5 +446,5 @@ def test_activations_of_a_shared_expert_can_be_saved():
     config.memory.update(remat="full", save=("mlp_gate",))
     assert load(config).memory.save == ("mlp_gate",)
     config.model.shared_ffn_dim = 0
-    with pytest.raises(UserError, match="'mlp_gate'"):
+    with pytest.raises(UserError, match="names mlp_gate"):
         load(config)

@@ -1,13 +1,17 @@
 """The configs of configs/recipes: their devices, their published figures, and their mini variants."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
 
-from jaxlc.config import load_stages, read_config
+from jaxlc.config import PRESETS, load_stages, read_config
+from jaxlc.config.command_line import parse
 from jaxlc.config.files import shipped_configs
+from jaxlc.core.errors import UserError
 from jaxlc.train import loop
+from tests.advice import advised, flags
 from tests.train import runs
 
 RECIPES = sorted(name for name, path in shipped_configs().items() if path.parent.name == "recipes")
@@ -82,6 +86,23 @@ def test_recipe_figures_are_those_of_the_sources():
         assert (
             abs(olmo.num_tokens / tokens - 1) < 0.001 and not olmo.config.optimizer.decay_embeddings
         )
+
+
+# Of each set of kinds of layers one; the others are marked full.
+SAMPLE = ("qwen2.5-7b", "gpt-oss-20b", "glm-4.7-flash", "olmo-hybrid-7b", "nemotron-3-nano-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    "preset", [x if x in SAMPLE else pytest.param(x, marks=pytest.mark.full) for x in PRESETS]
+)
+def test_recipe_with_any_model_loads_with_the_values_that_its_error_names(preset):
+    for name in RECIPES:
+        arguments = ["jaxlc", f"--config={name}", f"--config.model.preset={preset}"]
+        try:
+            parse(arguments)
+        except UserError as error:
+            values = [flags(settings) for settings in advised(str(error))]
+            parse([*arguments, *itertools.chain(*values)])
 
 
 @pytest.mark.full

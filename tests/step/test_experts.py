@@ -326,7 +326,7 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         (dict(memory=dict(parameters="host")), "parameters='host' with experts"),
         (
             dict(precision=dict(compute="fp8")),
-            "fp8_matmuls names 'mlp_gate', which .*,expert_gate,expert_up",
+            "fp8_matmuls names mlp_gate, mlp_up, mlp_down, which .*,expert_gate,expert_up",
         ),
         (
             dict(precision=FP8 | dict(fp8_scaling="delayed")),
@@ -338,9 +338,9 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         ),
         (
             dict(lora=dict(rank=4)),
-            "the model has none; .*attention_projected,expert_gate,expert_up,expert_down",
+            "no layer of the model has; .*attention_projected,expert_gate,expert_up,expert_down",
         ),
-        (dict(memory=dict(save=("mlp_gate",))), "names 'mlp_gate', which no layer has"),
+        (dict(memory=dict(save=("mlp_gate",))), "names mlp_gate, which no layer has"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect, since the model has no layers of experts"),
         (

@@ -259,7 +259,7 @@ def test_base_parameters_do_not_depend_on_adapters():
 @pytest.mark.parametrize("sections, message", [
     (dict(lora=dict(projections=("querry",))), r"invalid value 'querry' for config.lora.projections: .*mean query"),
     (dict(lora=dict(rank=0, alpha=8.0)), "config.lora.alpha=8.0 has no effect without --config.lora.rank=RANK"),
-    (dict(lora=dict(rank=4, projections=("expert_up",))), "names 'expert_up', which only layers of experts have"),
+    (dict(lora=dict(rank=4, projections=("expert_up",))), "names expert_up, which no layer of the model has"),
     (dict(train=dict(checkpoint_frozen=False)), "checkpoint_frozen=False has no effect, since no parameter is frozen"),
     (dict(train=dict(trainable=("*nrom*",))), r"invalid value '\*nrom\*' for config.train.trainable: .*embedding"),
     (dict(train=dict(frozen=("*",))), "config.train.frozen selects all parameters"),

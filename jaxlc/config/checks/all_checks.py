@@ -10,6 +10,7 @@ Checks of config.posttrain, shared prefixes and traces against other settings. I
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from jaxlc.config.checks.layer_checks import (
     layer_problems,
@@ -36,6 +37,7 @@ from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import (
+    AttentionConfig,
     DataConfig,
     OptimizerConfig,
     PosttrainConfig,
@@ -249,7 +251,10 @@ def _loss_problems(config: Config) -> Iterator[str]:
         yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
     yield from _reference_problems(config)
     if posttrain.replay_routing and not config.model.layers_with_experts:
-        yield "config.posttrain.replay_routing=True needs a model with experts; remove it"
+        yield (
+            "config.posttrain.replay_routing=True needs a model with experts; use"
+            " --config.posttrain.replay_routing=False"
+        )
     if not config.attention.document_mask:
         yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
     if config.precision.compute == "fp16":
@@ -320,15 +325,11 @@ def check(config: Config, *, on_devices: bool = True) -> None:
         for section in SECTIONS
         for problem in range_problems(section, getattr(config, section))
     )
-    for problems in (
-        layer_problems,
-        unused_problems,
-        size_problems,
-        unsupported_problems,
-        _rope_problems,
-    ):
-        raise_first(problems(config))  # later ones rely on the sizes
-    checks = (*_CHECKS, _mesh_problems) if on_devices else _CHECKS
+    unused = [*unused_problems(config)]
+    of_model = (problem for problem in unused if problem.startswith("config.model."))
+    for first in (layer_problems(config), of_model, size_problems(config)):
+        raise_first(first)  # later ones rely on the sizes
+    checks = (lambda _: unused, *_CHECKS, *([_mesh_problems] if on_devices else []))
     raise_all(problem for problems in checks for problem in problems(config))
 
 
@@ -346,9 +347,12 @@ def _mesh_problems(config: Config) -> Iterator[str]:
         return
     for problem in split_problems(config):
         mesh = working_mesh(config, config.mesh.num_devices)
-        smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
-        advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
-        yield f"{problem}; {advice}"
+        advice = "a smaller --config.mesh.tensor or --config.mesh.context"
+        if mesh:
+            advice = mesh_overrides(config.mesh, mesh)
+        elif not any(split_problems(replace(config, attention=AttentionConfig()))):
+            advice = "--config.attention.strategy=ring"
+        yield f"{problem}; use {advice}"
         return
     yield from [*length_problems(config), *node_problems(config)] or tile_problems(config)
 
@@ -484,6 +488,8 @@ def _profile_problems(config: Config) -> Iterator[str]:
 
 
 _CHECKS = (  # they do not depend on each other
+    unsupported_problems,
+    _rope_problems,
     _attention_problems,
     _optimizer_problems,
     _data_problems,

@@ -20,7 +20,7 @@ from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import MATMUL_NAMES, LoraConfig, PrecisionConfig
-from jaxlc.config.values import defaults_of, flattened, invalid_value
+from jaxlc.config.values import as_argument, defaults_of, flattened, invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
@@ -100,7 +100,11 @@ def unused_problems(config: Config) -> Iterator[str]:
             value, default = values[setting], defaults[setting]
             if value != default:
                 reason = f"has no effect, since the model has no {block.layers}"
-                yield f"config.{setting}={value!r} {reason}; remove it"
+                is_of_model = setting.startswith("model.")
+                advice = (
+                    "" if is_of_model else f", as with --config.{setting}={as_argument(default)}"
+                )
+                yield f"config.{setting}={value!r} {reason}; remove it{advice}"
 
 
 def unsupported_problems(config: Config) -> Iterator[str]:
@@ -115,10 +119,15 @@ def unsupported_problems(config: Config) -> Iterator[str]:
     bytes_by_name = [
         FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers
     ]
-    for name in (*config.memory.save, *config.memory.offload):
-        is_known = any(name in kind.saved for kind in FEED_FORWARDS.values())
-        if is_known and all(name not in named for named in bytes_by_name):
-            yield f"config.memory names {name!r}, which no layer has; remove it"
+    known = {name for kind in FEED_FORWARDS.values() for name in kind.saved}
+    lacking = known.difference(*bytes_by_name)
+    for setting in ("save", "offload"):
+        names = vars(config.memory)[setting]
+        if unknown := [name for name in names if name in lacking]:
+            yield (
+                f"config.memory.{setting} names {', '.join(unknown)}, which no layer has; use"
+                f" --config.memory.{setting}={','.join(name for name in names if name not in unknown)}"
+            )
 
 
 def projection_problems(
@@ -140,18 +149,16 @@ def projection_problems(
         if path in block.matrices(layer)
     ]
     present = [name for name in known if name in found]
-    for name in names:
-        if name not in known:
-            yield invalid_value(
-                setting, name, f"one or more of {', '.join(known)}, separated by commas", known
-            )
-        elif name not in found:
-            kinds = " and ".join(block.layers for block in blocks() if name in block.projections)
-            yield (
-                f"config.{setting} names {name!r}, which only {kinds} have, and the model has none; remove it, as in"
-                f" --config.{setting}={','.join(name for name in names if name in present) or ','.join(present)};"
-                f" the model has {','.join(present)}"
-            )
+    expected = f"one or more of {', '.join(known)}, separated by commas"
+    yield from (
+        invalid_value(setting, name, expected, known) for name in names if name not in known
+    )
+    if lacking := [name for name in names if name in known and name not in found]:
+        kept = [name for name in names if name in present] or present
+        yield (
+            f"config.{setting} names {', '.join(lacking)}, which no layer of the model has; use"
+            f" --config.{setting}={','.join(kept)}; the model has {','.join(present)}"
+        )
 
 
 def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:

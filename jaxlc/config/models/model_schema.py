@@ -465,10 +465,15 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope_scaling_query_beta
     scaled = scaled_kinds() | ({"sliding"} if model.sliding_rope_scaling else set())
     if scaling != "none" and scaled.isdisjoint(model.attentions):
+        others = [
+            f" --config.model.{name}={default}"
+            for name, default in DEFAULTS.items()
+            if name != "rope_scaling" and vars(model)[name] != default
+        ]
         yield (
             f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full or"
-            " latent layers; use --config.model.rope_scaling=none, or --config.model.sliding_rope_scaling for sliding"
-            " layers"
+            f" latent layers; use --config.model.rope_scaling=none{''.join(others)}, or"
+            " --config.model.sliding_rope_scaling for sliding layers"
         )
     if model.sliding_rope_scaling and "sliding" not in model.attentions:
         yield (
