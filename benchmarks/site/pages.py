@@ -24,6 +24,7 @@ _COMMENT = re.compile(r"^ *<!-- (not )?run: .*? -->\n", re.MULTILINE)
 _GENERATED = {
     "api.md": api.text,
     "config.md": reference.settings,
+    "other_programs.md": reference.other_names_table,
     "plan_fields.md": reference.plan_fields,
     "support.md": support_table.tables,
 }

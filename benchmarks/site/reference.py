@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from jaxlc.config import other_names
 from jaxlc.config.command_line import (
     HELP_SECTIONS,
     Setting,
@@ -63,6 +64,15 @@ def settings() -> str:
 def _setting_row(setting: Setting) -> str:
     default = setting.default if setting.default in ("", _PRESET) else f"`{setting.default}`"
     return f"| `{setting.key}` | {default} | {_cell(setting.meaning)} |"
+
+
+def other_names_table() -> str:
+    """The table of names in other programs."""
+    lines = ["| there | here |", "| --- | --- |"]
+    for text, names in other_names.rows():
+        here = re.sub(r"(config\.[\w.]*\w(=\w+)?|--\w+)", r"`\1`", _cell(text))
+        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {here} |")
+    return "\n".join(lines)
 
 
 def plan_fields() -> str:

@@ -16,6 +16,7 @@ from jaxlc.core import text
 from jaxlc.core.text import did_you_mean
 
 VERBS = {  # and their lines in `jaxlc --help`
+    "init": "write a commented config file for a model, data and GPUs",
     "train": "train a model; resumes from the latest valid checkpoint in --workdir",
     "plan": "compile the training step ahead of time, without a GPU: memory, overlap, step time",
     "preflight": "check the machines of a run before it starts: versions, clocks, memory, disk",

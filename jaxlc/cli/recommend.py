@@ -60,12 +60,21 @@ def main(argv: Sequence[str]) -> int:
     """
     kept = "interrupted; compiled steps are kept, and the same command resumes"
     return run_main(
-        _recommend, argv, description=__doc__, flags=Flags, base=base_config, interrupted=kept
+        recommend_stages,
+        argv,
+        description=__doc__,
+        flags=Flags,
+        base=base_config,
+        interrupted=kept,
     )
 
 
-def _recommend(command: ParsedCommand[Flags]) -> int:
-    """Prints a recommendation for each stage, and writes the config file if each has one."""
+def recommend_stages(command: ParsedCommand[Flags], verb: str = "recommend") -> int:
+    """Prints a recommendation for each stage, and writes the config file if each has one.
+
+    Args:
+      verb: of the command. `init` writes a file that does not depend on the given config, unless that has stages.
+    """
     flags, stages, path = command.flags, command.stages, Path(command.flags.out)
     source, model = flags.config, flags.model or ""
     topology = target_topology(flags.topology, stages[0].config)
@@ -119,12 +128,11 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
         for stage, (_, row) in zip(stages, best)
     )
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
-    path.write_text(
-        config_source(source, model, title, _base(source, model, stages), configs), encoding="utf-8"
-    )
-    print(
-        f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS"
-    )
+    kept = source if verb == "recommend" or stages[0].name else ""
+    base = _base(kept, model, stages)
+    path.write_text(config_source(kept, model, title, base, configs, verb), encoding="utf-8")
+    texts = "" if verb == "init" else " --config.data.sources=TEXTS"
+    print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path}{texts}")
     return 0
 
 

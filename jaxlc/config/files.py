@@ -272,6 +272,12 @@ def _find(name: str) -> Path:
     if name in shipped:
         return shipped[name]
     path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise UserError(
+            f"invalid config file {name!r}: a config is a Python file. `jaxlc init --model=MODEL --data=PATHS"
+            " --topology=GPUS` writes one; docs/other_programs.md lists the names of settings in other programs, and"
+            " what they are called here"
+        )
     if path.is_file():
         if path.suffix != ".py":
             raise UserError(

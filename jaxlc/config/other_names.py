@@ -6,7 +6,7 @@ The programs are transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan a
 
 import functools
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 # The end of an error message <- names of settings. A name with a dot counts only in a section of that name, because its
 # last part has several meanings.
@@ -15,13 +15,20 @@ use config.optimizer.learning_rate <- lr peak_lr max_lr base_lr embedding_lr une
 use config.optimizer.schedule <- lr_scheduler lr_scheduler_type lr_decay_style lr_schedule lr_schedule_type scheduler
     decay_type
 use config.optimizer.warmup_steps, a number of steps <- num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_iters
-    warmup_ratio lr_warmup_fraction warmup_steps_fraction warmup lr_warmup_samples
-use config.optimizer.decay_steps, with config.optimizer.schedule=wsd <- lr_wsd_decay_iters num_decay_steps decay_ratio
-    warmdown_ratio cooldown_steps warmdown_iters
+    warmup
+use config.optimizer.warmup_steps, computed as the share x config.train.steps <- warmup_ratio lr_warmup_fraction
+    warmup_steps_fraction
+use config.optimizer.warmup_steps, computed as the samples / config.train.global_batch_size <- lr_warmup_samples
+use config.optimizer.decay_steps, with config.optimizer.schedule=wsd <- lr_wsd_decay_iters num_decay_steps
+    cooldown_steps warmdown_iters
+use config.optimizer.decay_steps, computed as the share x config.train.steps, with config.optimizer.schedule=wsd <-
+    decay_ratio warmdown_ratio
 use config.optimizer.schedule_steps <- lr_decay_iters lr_decay_steps learning_rate_schedule_steps
-use config.optimizer.final_learning_rate_ratio <- min_lr min_lr_ratio min_lr_rate min_lr_factor final_lr_frac
+use config.optimizer.final_learning_rate_ratio <- min_lr_ratio min_lr_rate min_lr_factor final_lr_frac
     cosine_min_lr_ratio learning_rate_final_fraction
-use config.optimizer.initial_learning_rate_ratio <- lr_warmup_init warmup_init_lr
+use config.optimizer.final_learning_rate_ratio, computed as this rate / config.optimizer.learning_rate <- min_lr
+use config.optimizer.initial_learning_rate_ratio, computed as this rate / config.optimizer.learning_rate <-
+    lr_warmup_init warmup_init_lr
 use config.optimizer.beta1 <- adam_beta1 adam_b1 b1
 use config.optimizer.beta2 <- adam_beta2 adam_b2 b2
 use config.optimizer.beta1 and config.optimizer.beta2 <- betas adam_betas
@@ -30,20 +37,28 @@ use config.optimizer.weight_decay <- adam_weight_decay wd
 use config.optimizer.max_grad_norm <- clip_grad grad_clip gradient_clipping gradient_clipping_threshold max_norm
     grad_norm_clip
 use config.train.steps <- steps max_steps train_iters num_iterations num_steps training_steps total_steps max_iters
-    num_train_steps target_flops target_param_data_ratio train_steps
+    num_train_steps train_steps
+use config.train.steps, computed as tokens / (config.train.global_batch_size x config.data.seq_len); tokens are the
+    FLOPs / (6 x parameters), or the ratio x parameters <- target_flops target_param_data_ratio
 use config.train.steps; `jaxlc data report` prints the epochs <- num_train_epochs num_epochs epochs epoch train_epochs
     train_samples
-use config.train.global_batch_size, the sequences of a step over all devices <- batch_size per_device_train_batch_size
-    per_device_batch_size micro_batch_size device_batch_size train_batch_size total_batch_size local_batch_size bs
-    train_micro_batch_size_per_gpu mbs gbs
+use config.train.global_batch_size, the sequences of a step over all devices <- train_batch_size gbs
+use config.train.global_batch_size, computed as the micro batch x config.train.gradient_accumulation_steps x
+    config.mesh.data x config.mesh.fsdp <- batch_size per_device_train_batch_size per_device_batch_size
+    micro_batch_size device_batch_size local_batch_size bs train_micro_batch_size_per_gpu mbs
+use config.train.global_batch_size, computed as the tokens / config.data.seq_len <- total_batch_size
 use config.train.gradient_accumulation_steps <- grad_accum gradient_accumulation grad_accum_steps
     accumulate_grad_batches ga
-use config.train.eval_sequences <- per_device_eval_batch_size eval_batch_size eval_tokens eval_iters eval_iter
-    max_eval_samples eval_max_batches
-use config.train.eval_every_steps <- eval_steps eval_strategy evaluation_strategy eval_interval evals_per_epoch
-    eval_every do_eval val_check_interval
-use config.train.checkpoint_every_steps <- save_steps save_interval save_every checkpoint_period saves_per_epoch
-    save_strategy checkpoint.interval checkpoint_interval
+use config.train.eval_sequences <- max_eval_samples
+use config.train.eval_sequences, computed as the batches x their sequences <- per_device_eval_batch_size eval_batch_size
+    eval_iters eval_iter eval_max_batches
+use config.train.eval_sequences, computed as the tokens / config.data.seq_len <- eval_tokens
+use config.train.eval_every_steps <- eval_steps eval_strategy evaluation_strategy eval_interval eval_every do_eval
+    val_check_interval
+use config.train.eval_every_steps, computed as the steps of an epoch / this number <- evals_per_epoch
+use config.train.checkpoint_every_steps <- save_steps save_interval save_every checkpoint_period save_strategy
+    checkpoint.interval checkpoint_interval
+use config.train.checkpoint_every_steps, computed as the steps of an epoch / this number <- saves_per_epoch
 use config.train.keep_checkpoints <- save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep
 use config.train.keep_best_checkpoints <- load_best_model_at_end metric_for_best_model greater_is_better
 use config.train.log_every_steps <- logging_steps log_interval log_freq log_period log_every logging_strategy
@@ -82,8 +97,10 @@ use config.model.init_from <- base_model model_name_or_path pretrained_model_nam
 use config.model.preset, or config.model.init_from for pretrained weights <- model model_name model_type model.name
     model.flavor model.type model_config config_name architecture
 use config.model.num_layers <- num_hidden_layers n_layer n_layers base_num_decoder_layers depth num_decoder_layers
-use config.model.model_dim <- hidden_size n_embd d_model base_emb_dim emb_dim embed_dim hidden_dim dim aspect_ratio
-use config.model.ffn_dim <- intermediate_size ffn_hidden_size base_mlp_dim mlp_dim d_ff ffn_dim_multiplier
+use config.model.model_dim <- hidden_size n_embd d_model base_emb_dim emb_dim embed_dim hidden_dim dim
+use config.model.model_dim, computed as the ratio x config.model.num_layers <- aspect_ratio
+use config.model.ffn_dim <- intermediate_size ffn_hidden_size base_mlp_dim mlp_dim d_ff
+use config.model.ffn_dim, computed as the factor x 8/3 x config.model.model_dim, rounded up <- ffn_dim_multiplier
 use config.model.num_heads <- num_attention_heads n_head n_heads base_num_query_heads num_query_heads
 use config.model.num_kv_heads <- num_key_value_heads n_kv_head n_kv_heads base_num_kv_heads num_query_groups
 use config.model.head_dim <- kv_channels d_head
@@ -103,8 +120,9 @@ use config.model.experts.experts_per_token <- num_experts_per_tok moe_router_top
 use config.model.experts.num_experts <- num_local_experts n_routed_experts moe_num_experts
 use config.model.experts.ffn_dim <- moe_intermediate_size moe_ffn_hidden_size base_moe_mlp_dim
 use config.model.experts.shared_ffn_dim <- shared_expert_intermediate_size moe_shared_expert_intermediate_size
-    n_shared_experts
-use config.model.first_layer_kinds <- first_k_dense_replace moe_layer_freq first_num_dense_layers
+use config.model.experts.shared_ffn_dim, computed as their number x config.model.experts.ffn_dim <- n_shared_experts
+use config.model.first_layer_kinds, with as many kinds as layers <- first_k_dense_replace moe_layer_freq
+    first_num_dense_layers
 use config.lora.rank <- lora lora_r lora_rank r adapter use_lora use_peft peft_config
 use config.lora.alpha <- lora_alpha
 use config.lora.projections <- target_modules lora_target_modules lora_target_linear lora_target lora_layers
@@ -142,7 +160,8 @@ use config.profile.steps <- profiler profile_step_start profile_freq enable_prof
 use config.runtime.num_processes <- world_size nnodes num_nodes nproc_per_node num_machines
 use config.runtime.process_id <- node_rank local_rank machine_rank
 use config.runtime.coordinator_address <- master_addr master_port rdzv_endpoint main_process_ip
-use config.runtime.start_timeout_seconds <- ddp_timeout distributed_timeout_minutes init_timeout_seconds
+use config.runtime.start_timeout_seconds <- ddp_timeout init_timeout_seconds
+use config.runtime.start_timeout_seconds, computed as 60 x the minutes <- distributed_timeout_minutes
 use config.runtime.topology <- compile_topology gpu_type
 use config.runtime.deterministic <- full_determinism use_deterministic_algorithms deterministic_mode
 use config.posttrain.loss <- loss_type rl rl_algorithm preference_loss adv_estimator policy_loss_type
@@ -298,6 +317,18 @@ def has_no_equivalent(value: str) -> bool:
 
 @functools.cache
 def _by_name(table: str) -> dict[str, str]:
-    """The left side of the row of each name. The lines of a row after the first are indented."""
-    rows = (row.partition(" <- ") for row in re.split(r"\n(?=\S)", table.strip()))
-    return {name: text for text, _, names in rows for name in names.split()}
+    """The left side of the row of each name."""
+    return {name: text for text, names in _rows(table) for name in names}
+
+
+def _rows(table: str) -> list[tuple[str, list[str]]]:
+    """The left side of each row, and its names. The lines of a row after the first are indented."""
+    rows = (row.partition("<-") for row in re.split(r"\n(?=\S)", table.strip()))
+    return [(" ".join(text.split()), names.split()) for text, _, names in rows]
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """What to use here, and the names in other programs: of settings, then of values."""
+    yield from _rows(_SETTINGS)
+    yield from ((f"the value {text}", names) for text, names in _rows(_VALUES))
+    yield "unsupported as a value", [*_WITHOUT_EQUIVALENT.split()]

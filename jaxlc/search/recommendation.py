@@ -6,6 +6,8 @@ compilation decides.
 
 import bisect
 import itertools
+import re
+import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
+from jaxlc.config.command_line import field_comments
 from jaxlc.config.files import file_text
 from jaxlc.config.frozen import FROM_LENGTHS, refusal
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.config.models.pretrained import context_warning
+from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
@@ -33,13 +37,29 @@ from jaxlc.simulate.interval import PAIR_SPREAD
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
-MARK = "Written by `jaxlc recommend`"
+MARK = "Written by `jaxlc"
+_LINE_WIDTH = 118  # of a setting and its comment
+_FIRST_CHANGES = (  # settings that `init` writes in any case, since most users change them
+    "optimizer.learning_rate",
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "train.steps",
+    "train.eval_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.log_every_steps",
+)
 
 
 def config_source(
-    source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]
+    source: str,
+    model: str,
+    title: str,
+    base: Sequence[Stage],
+    recommended: Sequence[Config],
+    verb: str = "recommend",
 ) -> str:
-    """The text of the config file.
+    """The text of the config file, in which each setting has a comment.
 
     Args:
       source: name and variant of the given config; "": none, only a model.
@@ -47,6 +67,7 @@ def config_source(
       title: what was recommended for what, in one line.
       base: the stages of the given config as its file defines them, with `model`, without other overrides.
       recommended: the config of each stage.
+      verb: of the command.
     """
     is_preset, path = model in PRESETS, local_path(model)
     # absolute, so that the file can be read from other directories
@@ -57,9 +78,22 @@ def config_source(
         if model
         else []
     )
-    title = f"{title}\n\n{MARK}. Change it as any other config file.\n"
+    title = f"{title}\n\n{MARK} {verb}`. Change it as any other config file.\n"
     given = f"read_config({as_python(source)})" if source else "defaults()"
-    return file_text(title, given, _changes(base, recommended), lines)
+    changes = _changes(base, recommended)
+    if verb == "init" and not base[0].name:
+        values = flattened(to_dict(recommended[0]))
+        changes = {path: values[path] for path in _FIRST_CHANGES} | changes
+    text = file_text(title, given, dict(sorted(changes.items())), lines)
+    return re.sub(r'^ +"([^"]+)": .*,$', _commented, text, flags=re.MULTILINE)
+
+
+def _commented(line: re.Match[str]) -> str:
+    """The line of a setting with the start of its description."""
+    part, _, name = line[1].rpartition(".")
+    meaning = re.split(r"[.;:] |\.$", field_comments(hint_at(part))[name])[0]
+    comment = textwrap.shorten(meaning, max(0, _LINE_WIDTH - len(line[0]) - 4), placeholder=" ...")
+    return f"{line[0]}  # {comment}" if comment.strip(" .") else line[0]
 
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:

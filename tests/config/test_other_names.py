@@ -1,11 +1,16 @@
 import re
+import typing
 from collections import Counter
 
 import pytest
 
-from jaxlc.config import other_names
-from jaxlc.config.command_line import parse
+from jaxlc.cli import VERBS as VERB_NAMES
+from jaxlc.config import defaults, load, other_names, to_dict
+from jaxlc.config.command_line import ConfigFlags, _values, parse
+from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.kinds import projection_paths, tensor_names
 from jaxlc.config.settings import converted, hint_at, is_part
+from jaxlc.config.values import as_argument, flattened
 from jaxlc.core.errors import UserError
 
 # Typed by users of transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan and MaxText ->
@@ -15,6 +20,7 @@ optimizer.lr optimizer.learning_rate
 train.learning_rate optimizer.learning_rate
 lr_scheduler_type optimizer.schedule
 train.warmup_ratio optimizer.warmup_steps
+nanochat.total_batch_size train.global_batch_size
 lr_decay_iters optimizer.schedule_steps
 optimizer.min_lr optimizer.final_learning_rate_ratio
 train.adam_beta2 optimizer.beta2
@@ -133,8 +139,42 @@ def test_every_row_names_settings_that_exist_and_no_name_twice():
             assert not is_part(hint_at(path)), text
             assert not value or converted(path, value)
     for table in (other_names._SETTINGS, other_names._VALUES):
-        words = re.sub(r"\S[^\n]* <- ", "", table).split()
+        words = [name for _, names in other_names._rows(table) for name in names]
         assert [name for name, count in Counter(words).items() if count > 1] == []
+
+
+VERBS = r"^(use jaxlc (?P<verb>\w+)|always on\b|detected\b|unsupported\b|use --workdir\b)"
+
+
+def test_setting_of_every_row_can_be_set_or_its_reason_is_given():
+    num_settings = 0
+    values = flattened(to_dict(load(defaults())))
+    for text, _ in other_names.rows():
+        if text.startswith("the value ") or text == "unsupported as a value":
+            continue
+        if found := re.match(VERBS, text):
+            assert not found["verb"] or found["verb"] in VERB_NAMES
+            continue
+        assert re.match(r"use config\.\w", text), text
+        for path, value in re.findall(r"config\.([\w.]+\w)(?:=(\w+))?", text):
+            given = value or as_argument(values.get(path, ""))
+            if "NAME" not in path and given:
+                _, overrides = _values([f"--config.{path}={given}"], ConfigFlags)
+                assert overrides.keys() == {path}
+                num_settings += 1
+    assert num_settings > 100
+
+
+def test_every_other_value_leads_to_a_valid_one():
+    """The value is one of those of some setting with choices, or of a list of names."""
+    valid = set(tensor_names()) | {*projection_paths()} | {"messages"}
+    for section in SECTIONS.values():
+        for hint in typing.get_type_hints(section).values():
+            valid |= {*map(str, typing.get_args(hint))}
+    for text, _ in other_names.rows():
+        if text.startswith("the value "):
+            value = re.split(",? ", text.removeprefix("the value "))[0]
+            assert value in valid, text
 
 
 def test_name_that_is_not_known_gets_no_guess():

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from jaxlc.cli import init
 from jaxlc.cli import plan as plan_command
-from jaxlc.cli.recommend import check_path, main
+from jaxlc.cli.recommend import _base, check_path, main
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.files import base_config, set_model
@@ -758,3 +759,54 @@ def test_command_small_model_writes_config_that_plans(tmp_path, monkeypatch, cap
     assert len(Path("runs/recommend_base/points.jsonl").read_text().splitlines()) == 1
     assert main(arguments) == 0  # the stored point, and the next one
     assert len(Path("runs/recommend_base/points.jsonl").read_text().splitlines()) <= 2
+
+
+INIT = [
+    "jaxlc init",
+    "--config=sft_128k",
+    "--model=qwen2.5-7b",
+    "--data=chats.jsonl",
+    "--topology=h100:1x4",
+]
+
+
+def test_init_writes_a_commented_config_of_recipe_model_and_data(tmp_path):
+    command = parse(INIT, flags=init.Flags, base=init._config)
+    found = with_settings(command.config, {"mesh.context": 4, "runtime.topology": "h100:1x4"})
+    base = _base("", "qwen2.5-7b", command.stages)
+    text = config_source("", "qwen2.5-7b", "For h100:1x4.", base, [found], "init")
+    path = tmp_path / "my_config.py"
+    path.write_text(text)
+    assert load(read_config(str(path))) == found
+    assert found.model.num_layers == 28 and found.attention.strategy == "ring"
+    assert found.data.mixture[0].paths == ("chats.jsonl",)
+    assert found.optimizer.learning_rate == load(read_config("sft_128k")).optimizer.learning_rate
+    settings = [line for line in text.splitlines() if line.startswith(" " * 8 + '"')]
+    assert 25 <= len(text.splitlines()) <= 45 and len(settings) >= 12
+    assert all("  # " in line and len(line) <= 118 for line in settings)
+    assert "`jaxlc init`" in text and "read_config" not in text
+    check_path(path)  # the command may write it again
+
+
+def test_init_with_several_sources_names_a_setting_for_each():
+    arguments = ["jaxlc init", "--config=extend_512k", "--data=texts", "--topology=h100:8x8"]
+    with pytest.raises(UserError, match="--config.data.mixture.books.paths=PATHS"):
+        parse(arguments, flags=init.Flags, base=init._config)
+    with pytest.raises(UserError, match="use --model=NAME, or --config=RECIPE"):
+        parse(["jaxlc init", "--topology=h100:1x1"], flags=init.Flags, base=init._config)
+
+
+@pytest.mark.full
+@pytest.mark.gpu_compiler
+def test_command_init_writes_a_config_that_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model=llama3.2-1b", "--seq_len=32K", "--data=t/*.jsonl", "--topology=h100:1x1"]
+    assert init.main(["jaxlc init", *arguments, "--search_minutes=0.1"]) == 0
+    config = load(read_config("my_config.py"))
+    assert config.data.sources == ("t/*.jsonl",) and config.data.seq_len == 32_768
+
+
+@pytest.mark.parametrize("name", ["x.yaml", "configs/sft.yml"])
+def test_yaml_config_names_init_and_the_page_of_names(name):
+    with pytest.raises(UserError, match=r"`jaxlc init .*docs/other_programs\.md"):
+        read_config(name)
