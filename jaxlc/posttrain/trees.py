@@ -8,7 +8,8 @@ branch starts with a copy of it. The last token of a trace is a target only.
 Trees of one level share tokens of prompts only, and the arrays of the loss belong to tokens. Deeper
 trees share all equal first tokens, so a token may be in the loss of several traces. Their arrays of
 the loss have one entry, or row, for each trace and token of it in the loss. So recorded values and
-what is in the loss may differ between traces that share a token.
+what is in the loss may differ between traces that share a token. A sequence has as many rows as
+tokens times levels: enough for a tree of branches of equal lengths, whose root is a prompt.
 """
 
 import dataclasses
@@ -76,10 +77,12 @@ class Tree:
     def num_tokens(self) -> int:
         return sum(node.end - node.first for _, node in self.nodes())
 
-    @property
-    def size(self) -> int:
-        """Entries of a sequence that it needs: for its tokens, and for the rows of its loss."""
-        return max(self.num_tokens, sum(int(trace.in_loss.sum()) for trace in self.traces))
+    def size(self, levels: int) -> int:
+        """Places of a sequence that it needs: for its tokens, and for the rows of its loss, of which
+        a place has `levels`.
+        """
+        num_rows = sum(int(trace.in_loss.sum()) for trace in self.traces)
+        return max(self.num_tokens, -(-num_rows // max(1, levels)))
 
 
 def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
@@ -106,7 +109,7 @@ def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
 
 
 def trees_of(group: Sequence[Trace], seq_len: int, *, levels: int) -> list[Tree]:
-    """The trees of a group, whose size is at most `seq_len`: several, if traces share no tokens, or
+    """The trees of a group that fit into `seq_len` places: several, if traces share no tokens, or
     do not fit into one.
 
     Args:
@@ -135,14 +138,14 @@ def _trees(group: Sequence[Trace], seq_len: int, levels: int) -> Iterator[Tree]:
         return [Tree(traces=list(traces), first=0, end=num_shared, children=leaves)]
 
     for tree in build(group):
-        if tree.size <= seq_len:
+        if tree.size(levels) <= seq_len:
             yield tree
             continue
         # traces that share many tokens are neighbors
         order = {id(trace): i for i, (_, node) in enumerate(tree.nodes()) for trace in node.traces}
         parts: list[list[Trace]] = [[]]
         for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
-            if parts[-1] and any(x.size > seq_len for x in build([*parts[-1], trace])):
+            if parts[-1] and any(x.size(levels) > seq_len for x in build([*parts[-1], trace])):
                 parts.append([])
             parts[-1].append(trace)
         for number, part in enumerate(parts):
@@ -238,17 +241,20 @@ class PackedTraces:
         self.traces = tuple(trace for tree in trees for trace in tree.traces)
         self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
-        bins = best_fit(np.array([tree.size for tree in trees], np.int64), seq_len)
+        (levels,) = dtypes["prefix_ids"].shape if "prefix_ids" in dtypes else (0,)
+        sizes = np.array([tree.size(levels) for tree in trees], np.int64)
+        bins = best_fit(sizes, seq_len)
         self.num_sequences = int(bins.max(initial=-1)) + 1
         self._trees: list[list[Tree]] = [[] for _ in range(self.num_sequences)]
         for tree, number in zip(trees, bins.tolist()):
             self._trees[number].append(tree)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i in natural order, arrays [S] that `dtypes` names; see `loader.Batch`."""
+        """Returns sequence i in natural order, arrays [S, ...] that `dtypes` names; see `loader.Batch`."""
         epoch, index = divmod(i, self.num_sequences)
         sequence = epoch_order(self.num_sequences, self._seed, epoch)[index]
         arrays = padding(self._seq_len, self._dtypes)
+        rows = {name: array.reshape(-1) for name, array in arrays.items()}
         at = row = 0
         segments: list[int] = []  # of a node and its ancestors
         leaves: dict[int, int] = {}
@@ -270,25 +276,25 @@ class PackedTraces:
                 values["targets"] = node.trace.tokens[targets]
                 for trace in node.traces:
                     leaf = leaves.setdefault(id(trace), len(leaves) + 1)
-                    row = self._write_rows(arrays, row, node, trace, at, leaf)
+                    row = self._write_rows(rows, row, node, trace, at, leaf)
             elif not node.children:
                 values |= dict(
                     targets=node.trace.tokens[targets], **self._loss(node.trace, targets)
                 )
             at = _write(arrays, at, end, **values)
         if self._counts_once:
-            tokens = arrays["loss_tokens"][:row]
-            arrays["loss_weights"][:row] /= np.bincount(tokens)[tokens]
+            tokens = rows["loss_tokens"][:row]
+            rows["loss_weights"][:row] /= np.bincount(tokens)[tokens]
         return arrays
 
     def _write_rows(
-        self, arrays: dict[str, np.ndarray], row: int, node: Tree, trace: Trace, at: int, leaf: int
+        self, rows: dict[str, np.ndarray], row: int, node: Tree, trace: Trace, at: int, leaf: int
     ) -> int:
         """Writes the rows of a trace and the tokens of a node, which are from `at` on."""
         inputs = node.inputs(trace)
         inputs = inputs.start + np.flatnonzero(trace.in_loss[inputs.start + 1 : inputs.stop + 1])
-        rows = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
-        return _write(arrays, row, row + len(inputs), **rows, **self._loss(trace, inputs + 1))
+        ids = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
+        return _write(rows, row, row + len(inputs), **ids, **self._loss(trace, inputs + 1))
 
     def _loss(self, trace: Trace, targets: slice | np.ndarray) -> dict[str, np.ndarray | float]:
         """The arrays of the loss of some targets of a trace."""

@@ -86,7 +86,7 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
         return others._replace(
             tokens=tokens,
             targets=jnp.roll(tokens, -1, axis=-1),
-            loss_weights=jnp.ones(shape),
+            loss_weights=jnp.ones(like.loss_weights.shape),
             **ordered,
         )
 

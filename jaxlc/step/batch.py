@@ -225,29 +225,37 @@ def sequence_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
 
 
 def at_loss_tokens(x: jax.Array, batch: Batch) -> jax.Array:
-    """Values of tokens as values of the rows of the loss, see `Batch.loss_tokens`; without them, x.
-
-    Args:
-      x: [..., tokens].
+    """Values [..., tokens] as values of the rows of the loss, [..., rows]; see `Batch.loss_tokens`.
+    Without these, the rows are the tokens.
     """
-    tokens = batch.loss_tokens
-    return x if tokens is None else jnp.take_along_axis(x, tokens, axis=-1)
+    if batch.loss_tokens is None:
+        return x
+    return jnp.take_along_axis(x, batch.loss_tokens.reshape(*x.shape[:-1], -1), axis=-1)
 
 
-def sums_on_tokens(x: jax.Array, batch: Batch) -> jax.Array:
-    """The sum of x over the rows of the loss of each token: the transpose of `at_loss_tokens`."""
-    return jax.linear_transpose(lambda x: at_loss_tokens(x, batch), x)(x)[0]
+def token_weights(batch: Batch) -> jax.Array:
+    """The sum of the loss weights of the rows of each token: the transpose of `at_loss_tokens`."""
+    weights = loss_rows(batch).loss_weights
+    of_tokens = jax.ShapeDtypeStruct(batch.tokens.shape, weights.dtype)
+    return jax.linear_transpose(lambda x: at_loss_tokens(x, batch), of_tokens)(weights)[0]
 
 
 def loss_rows(batch: Batch) -> Batch:
-    """The batch with the ids of the rows of the loss: segment_ids are the numbers of the answers, and
-    prefix_ids the segment ids of the roots of their trees.
+    """The batch with arrays of the loss [..., rows], and the ids of the rows: segment_ids are the
+    numbers of the answers, and prefix_ids the segment ids of the roots of their trees.
     """
     if batch.loss_tokens is None:
         return batch
     first = batch.prefix_ids[..., 0]
     roots = at_loss_tokens(jnp.where(first > 0, first, batch.segment_ids), batch)
-    return batch._replace(segment_ids=batch.loss_segments, prefix_ids=roots[..., None])
+    rows = {
+        name: x.reshape(roots.shape)
+        for name, x in batch._asdict().items()
+        if x is not None and x.shape == batch.loss_tokens.shape
+    }
+    return batch._replace(
+        **rows | dict(segment_ids=rows["loss_segments"], prefix_ids=roots[..., None])
+    )
 
 
 def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
@@ -273,7 +281,7 @@ def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
     Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops
     only here.
     """
-    targets = jnp.where(batch.loss_weights > 0, at_loss_tokens(batch.targets, batch), 0)
+    targets = jnp.where(loss_rows(batch).loss_weights > 0, at_loss_tokens(batch.targets, batch), 0)
     ends = [
         (batch.tokens, model.vocab_size),
         (targets, model.vocab_size),

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxlc.config import Config
 from jaxlc.core.axes import TENSOR
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.step.batch import Batch, sums_on_tokens
+from jaxlc.step.batch import Batch, token_weights
 from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
 from jaxlc.step.objective import accumulate
 
@@ -137,7 +137,7 @@ class CustomObjective:
         return output
 
     def _loss_sums(self, params, batch: Batch) -> LossSums:
-        output, weights_BT = self._output(params, batch), sums_on_tokens(batch.loss_weights, batch)
+        output, weights_BT = self._output(params, batch), token_weights(batch)
         if isinstance(output, tuple):
             hidden_BTD, head_DV = output[0], self._padded_head(output[1])
             return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)

@@ -55,7 +55,7 @@ from jaxlc.step.batch import (
     choose_order,
     loss_rows,
     sequence_positions,
-    sums_on_tokens,
+    token_weights,
 )
 from jaxlc.step.loss import (
     LossSpec,
@@ -268,7 +268,7 @@ class Objective:
                 decoder.Params(trainable, frozen, histories), part
             )
             targets, policy = self._in_tiles(part.targets), None
-            weights = sums_on_tokens(part.loss_weights, part)
+            weights = token_weights(part)
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, weights, part)
@@ -347,10 +347,10 @@ class Objective:
 
     def log_probs(self, params, batch: Batch) -> jax.Array:
         """Log-probability of each target, or of those of the rows of the loss, at
-        posttrain.temperature, float32 [sequences, tokens]. Not differentiable.
+        posttrain.temperature, float32 as the loss weights. Not differentiable.
         """
         losses = self.token_losses(params, batch, spec=self._training_loss_spec)
-        return -at_loss_tokens(losses, batch)
+        return -at_loss_tokens(losses, batch).reshape(batch.loss_weights.shape)
 
     def features(
         self, params, batch: Batch, tables: TablesOfKinds | None = None, *, records: bool = False

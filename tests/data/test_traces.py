@@ -102,8 +102,15 @@ def test_deeper_trees_lose_the_nodes_that_save_the_fewest_tokens(tmp_path):
         assert (
             row["loss_weights"].sum() == sum(map(len, answers)) and row["loss_segments"].max() == 5
         )
-    parts, _ = opened(tmp_path, records, attention=dict(shared_prefixes=3), seq_len=18)
-    assert parts.warnings[-1].endswith("does not fit: 1") and parts.train.num_sequences == 2
+    attention = dict(shared_prefixes=3)
+    parts, _ = opened(tmp_path, records, attention=attention, seq_len=18)
+    assert parts.train.num_sequences == 1 and not parts.warnings  # 16 tokens, 25 rows
+    for few_tokens in (dict(records=records, seq_len=14), dict(records=records * 3, seq_len=18)):
+        # too many tokens, or more than 18 x 3 rows
+        parts, _ = opened(tmp_path, **few_tokens, attention=attention)
+        assert parts.warnings[-1].endswith("does not fit: 1") and parts.train.num_sequences == 2
+        weights = [parts.train[i]["loss_weights"].sum() for i in range(2)]
+        assert sum(weights) == sum(sum(x["loss_mask"]) for x in few_tokens["records"])
 
 
 def test_contexts_of_a_trajectory_share_reward_and_advantage(tmp_path):
@@ -456,20 +463,33 @@ def test_invalid_prefixes_raise(prefix_ids, message):
 def test_own_batches_of_deep_trees_have_rows_of_the_loss():
     """By default, one for each token; weights are 1 for the rows that have a segment."""
     i4, f4 = np.dtype("i4"), np.dtype("f4")
-    dtypes = dict.fromkeys(("tokens", "segment_ids", "targets", "loss_tokens", "loss_segments"), i4)
-    dtypes |= dict(loss_weights=f4, answer_weights=f4, prefix_ids=np.dtype(("i4", (2,))))
+    dtypes = dict.fromkeys(("tokens", "segment_ids", "targets"), i4)
+    for names, dtype in (
+        (("loss_weights", "answer_weights"), f4),
+        (("loss_tokens", "loss_segments", "prefix_ids"), i4),
+    ):
+        dtypes |= dict.fromkeys(names, np.dtype((dtype, (2,))))
     segments, parents = np.array([[1, 1, 2, 3, 3, 0]]), np.array([[0, 0, 1, 2, 2, 0]])
     batch = dict(tokens=np.ones((1, 6), int), segment_ids=segments, prefix_ids=parents)
     own = complete_batch(batch, (1, 6), 20, "batch 3", dtypes)
-    assert own["loss_tokens"].tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert (own["loss_segments"] == segments).all() and own["loss_weights"].sum() == 2
-    batch |= dict(loss_tokens=np.array([[1, 2, 1, 2, 3, 0]]))
-    batch |= dict(loss_segments=np.array([[1, 1, 2, 2, 2, 0]]), targets=np.full((1, 6), 7))
+    assert own["loss_tokens"][..., 0].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert (own["loss_segments"][..., 0] == segments).all() and own["loss_weights"].sum() == 2
+    assert not own["loss_segments"][..., 1].any() and not own["loss_weights"][..., 1].any()
+    tokens, rows = [1, 2, 1, 2, 3, 3, *[0] * 6], [1, 1, 2, 2, 2, 3, *[0] * 6]
+    batch |= dict(loss_tokens=np.array(tokens).reshape(1, 6, 2), targets=np.full((1, 6), 7))
+    with pytest.raises(UserError, match="loss_tokens together with loss_segments"):
+        complete_batch(batch, (1, 6), 20, "batch 3", dtypes)
+    batch |= dict(loss_segments=np.array(rows).reshape(1, 6, 2))
     own = complete_batch(batch, (1, 6), 20, "batch 3", dtypes)
-    assert own["loss_weights"].tolist() == [[1, 1, 1, 1, 1, 0]] and (own["targets"] == 7).all()
-    np.testing.assert_allclose(own["answer_weights"][0], [1 / 2] * 2 + [1 / 3] * 3 + [0])
-    with pytest.raises(UserError, match="loss token 6, expected 0 to 5"):
-        complete_batch(batch | dict(loss_tokens=np.full((1, 6), 6)), (1, 6), 20, "b", dtypes)
+    assert (own["loss_weights"] == (batch["loss_segments"] > 0)).all()
+    assert (own["targets"] == 7).all()
+    weights = [1 / 2] * 2 + [1 / 3] * 3 + [1] + [0] * 6
+    np.testing.assert_allclose(own["answer_weights"].ravel(), weights)
+    wrong = dict(loss_tokens=np.full((1, 6, 2), 6)), dict(loss_weights=np.ones((1, 6)))
+    messages = "loss token 6, expected 0 to 5", r"expected float32\[1, 6, 2\]"
+    for arrays, message in zip(wrong, messages):
+        with pytest.raises(UserError, match=message):
+            complete_batch(batch | arrays, (1, 6), 20, "b", dtypes)
 
 
 def test_reader_of_a_bad_record_names_it():

@@ -143,7 +143,10 @@ for mode in (
     KINDS[mode]["posttrain"] |= dict(weight_min=low, weight_max=high, off_policy_mask_threshold=0.1)
 
 
-def config_with(loss: str, *, shares=True, **sections):
+DEEP_SEQ_LEN = 72  # the trees of `branching` fit, and have more rows of the loss: 88
+
+
+def config_with(loss: str, *, shares=True, seq_len=192, **sections):
     """One sequence of 192 tokens, in which all trees fit, also as separate rows."""
     policy = (
         dict(old_log_probs="record", kl=0.1, clip_low=0.1, clip_high=0.4)
@@ -151,7 +154,7 @@ def config_with(loss: str, *, shares=True, **sections):
         else {}
     )
     sections["attention"] = sections.get("attention", {}) | dict(shared_prefixes=shares)
-    sizes = dict(data=dict(seq_len=192), train=dict(global_batch_size=1, eval_sequences=1))
+    sizes = dict(data=dict(seq_len=seq_len), train=dict(global_batch_size=1, eval_sequences=1))
     if loss == "cispo":
         del policy["clip_low"]
     policy |= sections.pop("posttrain", {})
@@ -271,7 +274,7 @@ def branching_rows(loss: str, kinds: str):
 def test_deep_trees_equal_separate_rows(loss, kinds, mesh):
     """With tokens in the loss of several traces, whose advantages have both signs."""
     params, gradients, expected = branching_rows(loss, kinds)
-    config = config_with(loss, shares=3, **KINDS[kinds], mesh=mesh)
+    config = config_with(loss, shares=3, seq_len=DEEP_SEQ_LEN, **KINDS[kinds], mesh=mesh)
     _, got, got_loss = results(config, loss, params, branching())
     rows = [abs(trace.advantage) * trace.in_loss.sum() for trace in sum(branching(), [])]
     np.testing.assert_allclose(got_loss, expected, rtol=0, atol=FLOAT32_LOSS * sum(rows))
@@ -371,14 +374,18 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
     """Means of a step, and the gradients of its loss by the tokens up to each target, for
     log-probabilities that depend on these tokens.
     """
+    seq_len = DEEP_SEQ_LEN if levels > 1 else 256
     trees = [
-        tree for group in branching(settings.loss) for tree in trees_of(group, 256, levels=levels)
+        tree
+        for group in branching(settings.loss)
+        for tree in trees_of(group, seq_len, levels=levels)
     ]
     config = config_with("dapo", shares=levels)
     values = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
-    dtypes = array_dtypes(config) | dict.fromkeys(values, np.dtype("f4"))
+    dtypes = array_dtypes(config)
+    dtypes |= dict.fromkeys(values, dtypes["loss_weights"])
     options = dict(masks_truncated=settings.mask_truncated, shared_tokens=shared_tokens)
-    packed = PackedTraces(trees, 256, dtypes, **options)
+    packed = PackedTraces(trees, seq_len, dtypes, **options)
     assert packed.num_sequences == 1
     row = packed[0]
     histories, paths = [], {0: []}

@@ -39,9 +39,10 @@ class Batch(NamedTuple):
     # of each token, uint8, or uint16 from 256 experts on. The largest value: there is no record,
     # and the router chooses.
     experts: jax.Array | None = None
-    # The next two: with more than one level of prefixes, the entries of loss_weights, answer_weights,
-    # advantages and log-probabilities are not those of tokens, but rows of the loss, one for each
-    # answer and token of it in the loss. int32: the place of the token in the sequence
+    # The next two: with more than one level of prefixes, loss_weights, answer_weights, advantages and
+    # log-probabilities are [.., levels]. Their entries are not those of tokens, but rows of the loss in
+    # any order, one for each answer and token of it in the loss. int32: the place of the token in the
+    # sequence
     loss_tokens: jax.Array | None = None
     loss_segments: jax.Array | None = None  # int32: the answer, from 1 on; 0 is padding
     # int32, of the order of tokens, not of the data: `SequenceOrder.chained`;
@@ -69,7 +70,7 @@ def experts_dtype(model: ModelConfig) -> np.dtype:
 def array_dtypes(config: Config) -> dict[str, np.dtype]:
     """The dtype of each array of a batch of `config`; with a shape, if tokens have arrays."""
     posttrain = config.posttrain
-    names = []
+    names = ["loss_weights"]
     if posttrain.loss:
         names += ["advantages", "answer_weights"]
     if posttrain.old_log_probs == "record":
@@ -79,11 +80,13 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
         names.append("sampled_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
-    dtypes = dict.fromkeys(names, np.dtype("f4"))
-    if num_levels := config.attention.shared_prefixes:
+    num_levels = config.attention.shared_prefixes
+    rows = (num_levels,) if num_levels > 1 else ()
+    dtypes = dict.fromkeys(names, np.dtype(("f4", rows)))
+    if num_levels:
         dtypes = dict(prefix_ids=np.dtype(("i4", (num_levels,)))) | dtypes
-    if num_levels > 1:
-        dtypes |= dict.fromkeys(("loss_tokens", "loss_segments"), np.dtype("i4"))
+    if rows:
+        dtypes |= dict.fromkeys(("loss_tokens", "loss_segments"), np.dtype(("i4", rows)))
     if posttrain.replay_routing:
         dtypes["experts"] = experts_dtype(config.model)
     return ALWAYS | dtypes

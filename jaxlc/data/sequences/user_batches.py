@@ -34,7 +34,8 @@ def complete_traces(
     of all prefixes before it, [B, S, levels]; see `Batch`. "answer_weights" is 1 / number of weighted targets of the
     document (default: from the loss weights). "advantages", "old_log_probs", "sampled_log_probs" and
     "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
-    each layer with experts; see `Batch`. Without "loss_tokens", the rows of the loss are the tokens.
+    each layer with experts; see `Batch`. With "loss_tokens" and "loss_segments", these and the other arrays of the loss
+    are rows, [B, S, levels]; without them, the rows of the loss are the tokens.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
@@ -65,12 +66,15 @@ def complete_traces(
             ]
         )
     if "loss_tokens" in dtypes:
-        arrays.setdefault(
-            "loss_tokens", np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
-        )
+        if "loss_tokens" not in arrays:
+            places = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+            arrays |= dict(loss_tokens=places, loss_segments=segments)
         check_range("loss token", arrays["loss_tokens"], segments.shape[1], where)
-        arrays.setdefault("loss_segments", segments)
         check_range("loss segment", arrays["loss_segments"], segments.shape[1] + 1, where)
+        for name in arrays.keys() & dtypes.keys():
+            if dtypes[name].shape and arrays[name].ndim == 2:
+                others = [(0, 0), (0, 0), (0, dtypes[name].shape[0] - 1)]
+                arrays[name] = np.pad(arrays[name][..., None], others)
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
         answers = arrays.get("loss_segments", segments)
         arrays["answer_weights"] = np.stack(
@@ -78,10 +82,10 @@ def complete_traces(
         )
 
 
-def _answer_weights(segments_S: np.ndarray, weights_S: np.ndarray) -> np.ndarray:
-    has_loss = weights_S > 0
-    counts = np.bincount(segments_S[has_loss], minlength=len(segments_S) + 1)
-    return np.where(has_loss, 1 / np.maximum(counts[segments_S], 1), 0)
+def _answer_weights(segments: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    has_loss = weights > 0
+    counts = np.bincount(segments[has_loss], minlength=len(segments) + 1)
+    return np.where(has_loss, 1 / np.maximum(counts[segments], 1), 0)
 
 
 def _ancestors(
@@ -324,12 +328,16 @@ def _arrays(
             f" {', '.join(list(dtypes)[1:])}"
         )
     arrays = {name: np.asarray(batch[name]) for name in batch}
+    has_rows = "loss_tokens" in batch
+    if has_rows != ("loss_segments" in batch):
+        raise UserError(f"invalid {where}: pass loss_tokens together with loss_segments")
     # None: any number of sequences, that of tokens
     num_sequences = shape[0] or np.atleast_1d(arrays[_REQUIRED]).shape[0] or 1
     for name, array in arrays.items():
         dtype = dtypes[name]
-        entry = () if name == "prefix_ids" else dtype.shape  # the caller names the last prefix only
-        expected = num_sequences, shape[1], *entry
+        # the caller names the last prefix only; without rows, arrays of the loss are those of tokens
+        of_token = name == "prefix_ids" or not (has_rows or name == "experts")
+        expected = num_sequences, shape[1], *(() if of_token else dtype.shape)
         # an unsigned one has a value for no record
         kind = dict(i=np.integer, f=np.number).get(dtype.base.kind, dtype.base)
         if array.shape != expected or not np.issubdtype(array.dtype, kind):
