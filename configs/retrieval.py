@@ -22,7 +22,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.update(head_dim=32, ffn_dim=256, tie_embeddings=False, scale_embeddings=True)
     # The first layer collects the last tokens; the second finds a name by its content, at any
     # distance.
-    config.model.update(layer_kinds=("sliding", "nope"), window=3, sliding_rope_theta=100.0)
+    config.model.update(layer_kinds=("sliding", "nope"), window=3)
+    config.model.rope.sliding_theta = 100.0
     config.runtime.simulated_devices = 4
     config.data.update(
         sources="phone-book", tokenizer=__file__.removesuffix(".py") + "_tokenizer.json"

@@ -20,11 +20,9 @@ def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = defaults()
     config.model.preset = "llama3.1-8b"
-    config.model.update(
-        rope_scaling="yarn", rope_scaling_factor=128.0, rope_scaling_original_tokens=8192
-    )
+    config.model.rope.update(scaling="yarn", factor=128.0, original_tokens=8192)
     # alpha and beta of the paper
-    config.model.update(rope_scaling_beta_slow=1.0, rope_scaling_beta_fast=4.0)
+    config.model.rope.update(beta_slow=1.0, beta_fast=4.0)
     config.mesh.update(fsdp=2, context=8, tensor=4)  # 8 nodes of 8
     config.runtime.topology = "h100:8x8"
     config.attention.document_mask = False  # documents are separated by the end token only

@@ -31,7 +31,8 @@ def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = defaults()
     # Llama 3 has the same shape and no RoPE scaling
-    config.model.update(preset="llama3.1-8b", rope_scaling="none")
+    config.model.preset = "llama3.1-8b"
+    config.model.rope.scaling = "none"
     config.mesh.update(fsdp=8, context=8)  # 8 nodes of 8
     # context ranks of one node; the plan finds it faster than the ring
     config.attention.strategy = "ulysses"
@@ -46,7 +47,7 @@ def get_config(variant: str = "") -> ConfigDict:
             name="64k",
             steps=5000,  # 21 billion tokens
             data=dict(seq_len=65_536, mixture=_shares(_SHARES_64K)),
-            model=dict(rope_theta=8e6),
+            model=dict(rope=dict(theta=8e6)),
             optimizer=dict(learning_rate=1e-5, warmup_steps=500),
             train=dict(global_batch_size=64, gradient_accumulation_steps=8),
             memory=saved,
@@ -58,7 +59,7 @@ def get_config(variant: str = "") -> ConfigDict:
             steps=2500,  # 21 billion tokens
             optimizer_state="carry",
             data=dict(seq_len=524_288, mixture=_shares(_SHARES_512K, chunk_tokens=65_536)),
-            model=dict(rope_theta=1.28e8),
+            model=dict(rope=dict(theta=1.28e8)),
             optimizer=dict(learning_rate=5e-6, warmup_steps=250),
             train=dict(global_batch_size=16, gradient_accumulation_steps=2),
             evals=_PASSKEY | dict(lengths=(65_536, 524_288)),
@@ -69,7 +70,7 @@ def get_config(variant: str = "") -> ConfigDict:
             steps=250,  # 1 billion tokens
             optimizer_state="reset",
             data=dict(seq_len=65_536, mixture=_shares(dict(ultrachat=1.0)), chat_template="llama3"),
-            model=dict(rope_theta=1.28e8),
+            model=dict(rope=dict(theta=1.28e8)),
             optimizer=dict(learning_rate=2e-5, warmup_steps=13),
             train=dict(global_batch_size=64, gradient_accumulation_steps=8),
             memory=saved,

@@ -22,9 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = defaults()
     config.model.preset = "qwen3-30b-a3b"
-    config.model.update(
-        rope_scaling="yarn", rope_scaling_factor=8.0, rope_scaling_original_tokens=32_768
-    )
+    config.model.rope.update(scaling="yarn", factor=8.0, original_tokens=32_768)
     config.mesh.context = 8
     config.attention.strategy = "ring"
     config.memory.update(remat="attention", offload=("residual", "attention_out"), optimizer="host")

@@ -24,9 +24,7 @@ VARIANTS = ("mini",)
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = read_config("grpo_128k:mini" if variant == "mini" else "grpo_128k")
-    config.model.update(
-        rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=32_768
-    )
+    config.model.rope.update(scaling="yarn", factor=4.0, original_tokens=32_768)
     config.attention.update(strategy="ring", shared_prefixes=3)
     config.lora.projections = ("query", "key", "value", "attention_projected")
     config.posttrain.update(replay_routing=True, importance_weights=True)

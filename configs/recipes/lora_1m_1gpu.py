@@ -22,10 +22,8 @@ VARIANTS = ("mini",)
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = read_config("1m_1gpu:mini" if variant == "mini" else "1m_1gpu:lora")
-    config.model.update(
-        rope_scaling="yarn", rope_scaling_factor=128.0, rope_scaling_original_tokens=8192
-    )
-    config.model.update(rope_scaling_beta_slow=1.0, rope_scaling_beta_fast=4.0)
+    config.model.rope.update(scaling="yarn", factor=128.0, original_tokens=8192)
+    config.model.rope.update(beta_slow=1.0, beta_fast=4.0)
     config.train.update(steps=100)  # 105 million tokens
 
     if variant == "mini":

@@ -46,9 +46,7 @@ def get_config(variant: str = "") -> ConfigDict:
             num_layers=4, layer_kinds=("sliding", "sliding", "sliding", "full"), window=128
         )
         config.model.update(qk_norm="projection", norm_placement="post")
-        config.model.update(
-            rope_scaling="yarn", rope_scaling_factor=8.0, rope_scaling_original_tokens=128
-        )
+        config.model.rope.update(scaling="yarn", factor=8.0, original_tokens=128)
         config.mesh.update(fsdp=2, context=4)
         config.train.update(steps=6, global_batch_size=4, eval_sequences=2)
         config.train.update(eval_every_steps=0, checkpoint_every_steps=3)

@@ -28,9 +28,9 @@ def get_config(variant: str = "") -> ConfigDict:
         config.model.experts.update(
             num_experts=8, experts_per_token=2, ffn_dim=64, router="topk_softmax", bias=True
         )
-        config.model.update(layer_kinds=("sliding", "full"), window=128, sliding_rope_scaling=True)
-        config.model.update(
-            rope_scaling="yarn", rope_scaling_factor=32.0, rope_scaling_original_tokens=32
+        config.model.update(layer_kinds=("sliding", "full"), window=128)
+        config.model.rope.update(
+            sliding_scaling=True, scaling="yarn", factor=32.0, original_tokens=32
         )
     else:
         config.model.preset = "gpt-oss-20b"

@@ -91,7 +91,8 @@ def unset_shape(config: ConfigDict, kept: Container[str] = ()) -> None:
     Args:
       kept: paths that are not removed, such as "model.num_layers".
     """
-    for name in set(config.model) - {"init_from", *CHANGEABLE_SETTINGS}:
+    changeable = {path.partition(".")[0] for path in CHANGEABLE_SETTINGS}
+    for name in set(config.model) - {"init_from", *changeable}:
         if f"model.{name}" not in kept:
             del config.model[name]
 

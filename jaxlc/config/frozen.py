@@ -4,6 +4,7 @@ Stages of a config: their own settings, and the settings of sections that they c
 jax.
 """
 
+import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,10 +65,13 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 def _plain(part: Any) -> dict[str, Any]:
     """The values of a section, source or kind of layers, with lists for tuples."""
-    values = {name: plain(value) for name, value in vars(part).items()}
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
+    values = dict(vars(part))
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            values[name] = _plain(value)
+        elif isinstance(value, tuple):
+            values[name] = list(value)
+    return values
 
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
@@ -85,9 +89,8 @@ def default_values(preset: str) -> dict[str, dict[str, Any]]:
 # Settings that a stage may change: whole sections, and single settings of others. The rest belongs
 # to the run.
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
-_MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _RUN_SETTINGS = (
-    "data.tokenizer", "data.end_token", "data.start_token",
+    "model.rope.fraction", "data.tokenizer", "data.end_token", "data.start_token",
     "train.seed", "train.keep_checkpoints", "train.keep_every_steps", "train.keep_best_checkpoints",
     "train.local_checkpoints", "train.wandb_project",
 )  # fmt: skip
@@ -155,7 +158,7 @@ def refusal(stage: str, path: str) -> str:
     section, _, name = path.partition(".")
     if path == "train.steps":
         return f"config.stages.{stage}.train.steps: set config.stages.{stage}.steps, its own number of steps"
-    is_allowed = name.startswith(_MODEL_PREFIXES) if section == "model" else section in _SECTIONS
+    is_allowed = name.split(".")[0] == "rope" if section == "model" else section in _SECTIONS
     if not name or (is_allowed and path not in _RUN_SETTINGS):
         return ""
     reason = (

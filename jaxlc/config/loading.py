@@ -7,7 +7,7 @@ trains in order.
 
 `config.loading` is a list of dictionaries. Each has the fields of `StageConfig` and, by section,
 the settings that the stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536),
-model=dict(rope_theta=8e6))`. `load_stages` resolves each stage to a complete `Config`. Imports no
+model=dict(rope=dict(theta=8e6)))`. `load_stages` resolves each stage to a complete `Config`. Imports no
 jax.
 """
 

@@ -110,8 +110,8 @@ use config.model.norm_epsilon <- rms_norm_eps layernorm_epsilon norm_eps normali
 use config.model.qkv_bias <- attention_bias add_qkv_bias add_bias_linear use_qkv_bias
 use config.model.qk_norm <- qk_layernorm use_qk_norm
 use config.model.activation <- hidden_act hidden_activation mlp_activations swiglu act_fn
-use config.model.rope_theta <- rope_base rotary_base rope_max_timescale rope_wavelength base_frequency
-use config.model.rope_scaling_factor, with config.model.rope_scaling <- rope_factor rope_scaling_type scaling_factor
+use config.model.rope.theta <- rope_base rotary_base rope_max_timescale rope_wavelength base_frequency
+use config.model.rope.factor, with config.model.rope.scaling <- rope_factor rope_scaling_type scaling_factor
     rope_type yarn_factor
 use config.model.window <- sliding_window window_size sliding_window_size sliding_window_pattern window_pattern
 use config.model.vocab_size <- padded_vocab_size n_vocab make_vocab_size_divisible_by

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
-Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`, layers of kind `sliding`
-`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Layers of kind
+Layers of kind `full` use `model.rope.theta` with `model.rope.scaling`, layers of kind `sliding`
+`model.rope.sliding_theta`, without scaling unless `model.rope.sliding_scaling`. Layers of kind
 `nope` have no position embedding.
 
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position =
@@ -53,7 +53,7 @@ class Frequencies(NamedTuple):
 
 def depends_on_length(model: ModelConfig) -> bool:
     """Whether the frequencies depend on the `rope_tokens` of `rope_tables`."""
-    return model.rope_scaling in ("dynamic_ntk", "longrope")
+    return model.rope.scaling in ("dynamic_ntk", "longrope")
 
 
 def rope_tables(
@@ -109,8 +109,8 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
 
 
 def query_factor(model: ModelConfig) -> float:
-    """The factor of queries with `rope_scaling_query_mscale`, as `yarn_get_mscale` of DeepSeek V3."""
-    return (1 + 0.1 * model.rope_scaling_query_mscale * math.log(model.rope_scaling_factor)) ** 2
+    """The factor of queries with `rope.query_mscale`, as `yarn_get_mscale` of DeepSeek V3."""
+    return (1 + 0.1 * model.rope.query_mscale * math.log(model.rope.factor)) ** 2
 
 
 def query_scale(model: ModelConfig, positions_BT: jax.Array) -> jax.Array:
@@ -119,11 +119,11 @@ def query_scale(model: ModelConfig, positions_BT: jax.Array) -> jax.Array:
     It is 1 within the original context. Source: transformers, models/ministral3.
 
     Args:
-      model: with `rope_scaling_query_beta` and `rope_scaling_original_tokens`.
+      model: with `rope.query_beta` and `rope.original_tokens`.
       positions_BT: int32, within a document.
     """
-    contexts_BT11 = positions_BT[:, :, None, None] // model.rope_scaling_original_tokens
-    return 1 + model.rope_scaling_query_beta * jnp.log1p(contexts_BT11.astype(jnp.float32))
+    contexts_BT11 = positions_BT[:, :, None, None] // model.rope.original_tokens
+    return 1 + model.rope.query_beta * jnp.log1p(contexts_BT11.astype(jnp.float32))
 
 
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
@@ -155,29 +155,27 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
       seq_len: length that dynamic_ntk and longrope depend on.
     """
     dim = model.of_kind(kind).rotated_dim
-    scale, theta = model.rope_scaling_factor, model.rope_theta
+    scale, theta = model.rope.factor, model.rope.theta
     if model.attention_of(kind) == "sliding":
-        theta = model.sliding_rope_theta
-        if not model.sliding_rope_scaling:
+        theta = model.rope.sliding_theta
+        if not model.rope.sliding_scaling:
             return Frequencies(_powers(theta, dim), 1.0)
-    if model.rope_scaling == "ntk":
+    if model.rope.scaling == "ntk":
         theta *= scale ** (dim / (dim - 2))
-    elif model.rope_scaling == "dynamic_ntk":
-        ratio = max(1.0, seq_len / model.rope_scaling_original_tokens)
+    elif model.rope.scaling == "dynamic_ntk":
+        ratio = max(1.0, seq_len / model.rope.original_tokens)
         theta *= (scale * ratio - (scale - 1)) ** (dim / (dim - 2))
     unscaled = _powers(theta, dim)
     divisors: float | np.ndarray = 1.0
-    if model.rope_scaling == "linear":
+    if model.rope.scaling == "linear":
         divisors = scale
-    elif model.rope_scaling == "longrope":
-        is_long = seq_len > model.rope_scaling_original_tokens
-        divisors = np.array(
-            model.rope_scaling_long_factors if is_long else model.rope_scaling_short_factors
-        )
-    elif model.rope_scaling in ("yarn", "llama3"):
+    elif model.rope.scaling == "longrope":
+        is_long = seq_len > model.rope.original_tokens
+        divisors = np.array(model.rope.long_factors if is_long else model.rope.short_factors)
+    elif model.rope.scaling in ("yarn", "llama3"):
         kept = (
             _yarn_kept(model, dim, theta)
-            if model.rope_scaling == "yarn"
+            if model.rope.scaling == "yarn"
             else _llama3_kept(model, unscaled)
         )
         return Frequencies(kept * unscaled + (1 - kept) * unscaled / scale, attention_factor(model))
@@ -198,11 +196,11 @@ def _yarn_kept(model: ModelConfig, dim: int, theta: float) -> np.ndarray:
         """Index, not rounded, of the frequency that makes `num_turns` turns within the original
         context.
         """
-        wavelength = model.rope_scaling_original_tokens / num_turns
+        wavelength = model.rope.original_tokens / num_turns
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension(model.rope_scaling_beta_fast), dimension(model.rope_scaling_beta_slow)
-    if model.rope_scaling_truncate:
+    first, last = dimension(model.rope.beta_fast), dimension(model.rope.beta_slow)
+    if model.rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     width = last - first or 0.001
@@ -213,6 +211,6 @@ def _llama3_kept(model: ModelConfig, frequencies: np.ndarray) -> np.ndarray:
     """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor,
     linear between.
     """
-    turns = model.rope_scaling_original_tokens * frequencies / (2 * math.pi)
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    turns = model.rope.original_tokens * frequencies / (2 * math.pi)
+    low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
     return np.clip((turns - low) / (high - low), 0.0, 1.0)

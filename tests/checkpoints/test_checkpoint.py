@@ -31,7 +31,7 @@ from tests import helpers
 pytestmark = pytest.mark.jax_version
 
 REPOSITORY = Path(__file__).parents[2]
-MODEL = dict(preset="tiny", vocab_size=61, model_dim=16, rope_theta=10_000.0)
+MODEL = dict(preset="tiny", vocab_size=61, model_dim=16, rope=dict(theta=10_000.0))
 
 
 class State(NamedTuple):
@@ -409,7 +409,7 @@ def test_restore_latest_with_only_damage_raises_and_keeps_files(run_with, tmp_pa
     ("changed", "message"),
     [
         (dict(model_dim=32), "config.model.model_dim=16, and this config has 32"),
-        (dict(rope_theta=5e5), "rope_theta=10000.0, and this config has 500000.0"),
+        (dict(rope=dict(theta=5e5)), "rope.theta=10000.0, and this config has 500000.0"),
         (dict(new_setting=1), "new_setting=None, and this config has 1"),
         (
             dict(kinds=dict(full=dict(ffn_dim=8))),

@@ -50,40 +50,38 @@ def test_check_beta_of_1_raises(name):
         (
             "model",
             dict(LLAMA3, rope_scaling_low_freq_factor=4.0),
-            [
-                "rope_scaling_low_freq_factor=4.0 must be less than rope_scaling_high_freq_factor=4.0"
-            ],
+            ["rope.low_freq_factor=4.0 must be less than rope.high_freq_factor=4.0"],
         ),
         (
             "model",
             dict(YARN, rope_scaling_beta_slow=40.0),
-            ["rope_scaling_beta_slow=40.0 must be less than rope_scaling_beta_fast=32.0"],
+            ["rope.beta_slow=40.0 must be less than rope.beta_fast=32.0"],
         ),
         (
             "model",
             dict(YARN, rope_scaling_original_tokens=0),
-            ["'yarn' needs --config.model.rope_scaling_original_tokens"],
+            ["'yarn' needs --config.model.rope.original_tokens"],
         ),
         (
             "model",
             dict(rope_scaling="linear"),
-            ["'linear' needs a rope_scaling_factor greater than 1"],
+            ["'linear' needs a rope.factor greater than 1"],
         ),
         ("model", dict(rope_scaling_factor=0.5), ["invalid value 0.5", "expected at least 1"]),
         (
             "model",
             dict(rope_scaling_factor=4.0),
-            ["factor=4.0 has no effect", "rope_scaling=linear or ntk or"],
+            ["factor=4.0 has no effect", "rope.scaling=linear or ntk or"],
         ),
         (
             "model",
             dict(LLAMA3, rope_scaling_beta_fast=9.0),
-            ["beta_fast=9.0 has no effect", "rope_scaling=yarn with"],
+            ["beta_fast=9.0 has no effect", "rope.scaling=yarn with"],
         ),
         (
             "model",
             dict(LONGROPE, rope_scaling_long_factors=(1.0, 2.0)),
-            ["long_factors has 2 numbers", "needs 16", "head_dim x rope_fraction / 2"],
+            ["long_factors has 2 numbers", "needs 16", "head_dim x rope.fraction / 2"],
         ),
         ("model", dict(LONGROPE, rope_fraction=0.5), ["short_factors has 16 numbers", "needs 8"]),
         (
@@ -94,17 +92,17 @@ def test_check_beta_of_1_raises(name):
         (
             "model",
             dict(YARN, rope_scaling_query_beta=0.1, layer_kinds=("sliding", "full"), window=4),
-            ["rope_scaling_query_beta=0.1 scales the queries of sliding", "or set it to 0"],
+            ["rope.query_beta=0.1 scales the queries of sliding", "or set it to 0"],
         ),
         (
             "model",
             dict(YARN, layer_kinds=("nope",)),
-            ["rope_scaling='yarn' has no effect", "names no full or latent layers"],
+            ["rope.scaling='yarn' has no effect", "names no full or latent layers"],
         ),
         (
             "model",
             dict(rope_fraction=0.3),
-            ["rope_fraction=0.3 of head_dim=32 gives 9.6", "at least 2"],
+            ["rope.fraction=0.3 of head_dim=32 gives 9.6", "at least 2"],
         ),
         ("model", dict(rope_fraction=1.5), ["invalid value 1.5", "at most 1"]),
         ("optimizer", dict(schedule="wsd"), ["needs config.optimizer.decay_steps"]),
@@ -260,7 +258,7 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             "the model has no latent layers; remove",
         ),
         (dict(model=dict(kda=dict(head_dim=128))), "the model has no kimi_delta layers; remove"),
-        (dict(model=dict(rope_scaling_query_mscale=1.0)), "query_mscale=1.0 has no effect"),
+        (dict(model=dict(rope=dict(query_mscale=1.0))), "query_mscale=1.0 has no effect"),
         (dict(model=LATENT | dict(num_kv_heads=1)), "num_kv_heads=1 differs from num_heads=4"),
         (dict(model=LATENT | dict(qk_norm="head")), "qk_norm='head' with latent layers"),
         (

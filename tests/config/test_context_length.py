@@ -16,7 +16,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16) | dict(
     low_freq_factor=1.0, high_freq_factor=4.0
 )
-BY_YARN = dict(rope_scaling="yarn", rope_scaling_factor=4, rope_scaling_original_tokens=64)
+BY_YARN = dict(scaling="yarn", factor=4, original_tokens=64)
 
 
 @pytest.fixture
@@ -25,17 +25,18 @@ def model_of(tmp_path):
     tokens.
     """
 
-    def model_of(scaling: dict | None = None, case: str = "llama", **settings):
-        config = CASES[case].config | dict(rope_scaling=scaling, max_position_embeddings=64)
+    def model_of(old_scaling: dict | None = None, case: str = "llama", **settings):
+        config = CASES[case].config | dict(rope_scaling=old_scaling, max_position_embeddings=64)
         (tmp_path / "config.json").write_text(json.dumps(config))
         return load_model(tmp_path, **settings)
 
     return model_of
 
 
-def load_model(directory, **settings):
+def load_model(directory, **rope):
     config = defaults()
-    config.model.update(init_from=str(directory), **settings)
+    config.model.init_from = str(directory)
+    config.model.rope.update(rope)
     return load(config).model
 
 
@@ -44,17 +45,17 @@ def load_model(directory, **settings):
     [
         (None, {}, 64),
         (None, BY_YARN, 256),
-        (None, dict(rope_scaling="linear", rope_scaling_factor=3), 192),
-        (None, dict(rope_theta=1e6), None),  # extends the context by an unknown factor
+        (None, dict(scaling="linear", factor=3), 192),
+        (None, dict(theta=1e6), None),  # extends the context by an unknown factor
         # grows with the sequence
-        (None, dict(rope_scaling="dynamic_ntk", rope_scaling_original_tokens=64), None),
+        (None, dict(scaling="dynamic_ntk", original_tokens=64), None),
         (YARN, {}, 256),  # as published with the length before scaling
-        (YARN, dict(rope_scaling_factor=8), 512),
-        (YARN, dict(rope_scaling="none"), 64),
+        (YARN, dict(factor=8), 512),
+        (YARN, dict(scaling="none"), 64),
         (LLAMA3, {}, 128),
         (dict(rope_type="linear", factor=2.0), {}, 64),
-        (dict(rope_type="linear", factor=2.0), dict(rope_scaling_factor=8), 256),
-        (dict(rope_type="linear", factor=2.0), dict(rope_scaling="none"), 32),
+        (dict(rope_type="linear", factor=2.0), dict(factor=8), 256),
+        (dict(rope_type="linear", factor=2.0), dict(scaling="none"), 32),
     ],
 )
 def test_context_of_directory_follows_rope(model_of, scaling, settings, context):
@@ -65,7 +66,7 @@ def test_context_of_directory_follows_rope(model_of, scaling, settings, context)
     ("scaling", "settings", "num_tokens"),
     [
         (None, {}, 500),
-        (None, dict(rope_scaling="ntk", rope_scaling_factor=1.5), 500),
+        (None, dict(scaling="ntk", factor=1.5), 500),
         (YARN, {}, 1000),
         (LLAMA3, {}, 1000),
         (dict(rope_type="linear", factor=2.0), {}, 500),
@@ -78,12 +79,10 @@ def test_advice_of_warning_extends_the_context(model_of, tmp_path, scaling, sett
         f"config.data.seq_len={num_tokens} is longer than the context of {tmp_path.name}, "
         in warning
     )
-    advice = dict(re.findall(r"--config\.model\.(\w+)=([\w.]+)", warning))
+    advice = dict(re.findall(r"--config\.model\.rope\.(\w+)=([\w.]+)", warning))
     assert context_warning(load_model(tmp_path, **settings | advice), num_tokens) is None
     assert context_warning(model, context_tokens(model)) is None
-    assert "--config.stages.long.model.rope_scaling" in context_warning(
-        model, num_tokens, stage="long"
-    )
+    assert "--config.stages.long.model.rope." in context_warning(model, num_tokens, stage="long")
 
 
 def test_context_is_unlimited_without_full_layers_and_unknown_without_base(model_of, tmp_path):
@@ -107,9 +106,7 @@ def test_context_of_run_is_its_trained_length(model_of, tmp_path):
     (checkpoint / "meta").mkdir(parents=True)
     (checkpoint / "meta" / "metadata").write_text(json.dumps(dict(config=to_dict(load(config)))))
     assert context_tokens(load_model(tmp_path / "run")) == 128
-    assert (
-        context_tokens(load_model(checkpoint, rope_scaling="linear", rope_scaling_factor=2)) == 256
-    )
+    assert context_tokens(load_model(checkpoint, scaling="linear", factor=2)) == 256
 
 
 @pytest.mark.parametrize(

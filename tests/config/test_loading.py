@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.models.model_schema import RopeConfig
 from jaxlc.core.errors import UserError
 from tests.advice import changed, rejected
 
@@ -238,13 +239,14 @@ def test_load_chat_template_is_the_text_of_its_file(tmp_path):
 def test_load_another_rope_scaling_drops_parameters_of_the_preset():
     llama = PRESETS["llama3.1-8b"]
     model = load(changed("model", preset="llama3.1-8b", rope_scaling="none")).model
-    assert (model.rope_scaling_factor, model.rope_scaling_original_tokens) == (1.0, 0)
+    assert (model.rope.factor, model.rope.original_tokens) == (1.0, 0)
     model = load(
         changed("model", preset="llama3.1-8b", rope_scaling="yarn", rope_scaling_factor=4)
     ).model
     # the original context length of Llama 3.1 remains
-    yarn = dict(rope_scaling="yarn", rope_scaling_factor=4.0)
-    assert model == dataclasses.replace(llama, **yarn)
+    assert model.rope == RopeConfig(
+        theta=llama.rope.theta, scaling="yarn", factor=4.0, original_tokens=8192
+    )
     assert load(changed("model", preset="llama3.1-8b", rope_scaling="llama3")).model == llama
 
 
@@ -254,8 +256,8 @@ def test_load_rope_factors_from_text_round_trip():
     longrope = dict(rope_scaling="longrope", rope_scaling_factor=2, rope_scaling_original_tokens=64)
     lists = dict(rope_scaling_short_factors=factors, rope_scaling_long_factors=[2] * 16)
     config = load(changed("model", **longrope, **lists))
-    assert config.model.rope_scaling_short_factors[-1] == 1 + 15 / 16
-    assert config.model.rope_scaling_long_factors == (2.0,) * 16
+    assert config.model.rope.short_factors[-1] == 1 + 15 / 16
+    assert config.model.rope.long_factors == (2.0,) * 16
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     assert "expected a list of numbers" in rejected(
         changed("model", rope_scaling_long_factors="1,two")

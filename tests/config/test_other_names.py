@@ -75,7 +75,7 @@ n_layer model.num_layers
 model.num_key_value_heads model.num_kv_heads
 model.intermediate_size model.ffn_dim
 model.tie_word_embeddings model.tie_embeddings
-model.rope_factor model.rope_scaling_factor
+model.rope_factor model.rope.factor
 model.sliding_window model.window
 model.num_experts_per_tok model.experts.experts_per_token
 router_aux_loss_coef train.balance_loss

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.model_schema import rope_problems
+from jaxlc.config.models.model_schema import model_from, rope_problems
 from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models.rope import rope_frequencies
-from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
+from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model, with_rope
 
 FLAT = FAMILIES["llama"]
 # as in Olmo 3
@@ -41,9 +41,9 @@ def test_rope_fields_read_back_give_the_same_frequencies(name, form):
         form
     ]
     settings = read({field: value for field, value in fields.items() if field not in dropped})
-    again = dataclasses.replace(model, **settings)
+    again = model_from(model.by_path | settings)
     # ntk is written as another rope_theta
-    if model.rope_scaling != "ntk" and not name.startswith("longrope"):
+    if model.rope.scaling != "ntk" and not name.startswith("longrope"):
         assert again == model
     for seq_len in (4096, 2**20):
         actual, expected = (rope_frequencies(x, "full", seq_len) for x in (again, model))
@@ -62,19 +62,19 @@ def test_rope_settings_of_mscale_are_an_attention_factor():
     """DeepSeek's: (0.1 mscale ln s + 1) / (0.1 mscale_all_dim ln s + 1); one alone has no effect."""
     both = read(dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5)))
     expected = (0.1 * np.log(8) + 1) / (0.05 * np.log(8) + 1)
-    assert both["rope_scaling_attention_factor"] == pytest.approx(expected, rel=1e-12)
-    assert read(dict(rope_scaling=dict(YARN, mscale=2.0)))["rope_scaling_attention_factor"] == 0
+    assert both["rope.attention_factor"] == pytest.approx(expected, rel=1e-12)
+    assert read(dict(rope_scaling=dict(YARN, mscale=2.0)))["rope.attention_factor"] == 0
 
 
 def test_rope_settings_of_longrope_take_lengths_outside_of_it():
     scaling = dict(type="longrope", short_factor=[1.0], long_factor=[2.0])
     outside = dict(max_position_embeddings=131072, original_max_position_embeddings=4096)
     settings = read(dict(outside, rope_scaling=scaling))
-    assert (settings["rope_scaling_factor"], settings["rope_scaling_original_tokens"]) == (
+    assert (settings["rope.factor"], settings["rope.original_tokens"]) == (
         32.0,
         4096,
     )
-    assert settings["rope_scaling_long_factors"] == (2.0,)
+    assert settings["rope.long_factors"] == (2.0,)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_rope_settings_of_factor_1_scale_nothing(scaling, outside):
     with_attention_factor = read(
         dict(outside, rope_scaling=dict(YARN, factor=1.0, attention_factor=1.3))
     )
-    assert not list(rope_problems(dataclasses.replace(LLAMA, **with_attention_factor)))
+    assert not list(rope_problems(model_from(LLAMA.by_path | with_attention_factor)))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_rope_settings_of_factor_1_scale_nothing(scaling, outside):
 )
 def test_rope_settings_by_layer_type(family, config, thetas):
     settings = read(config, family, KINDS)
-    assert (settings["rope_theta"], settings["sliding_rope_theta"]) == thetas
-    assert (settings["rope_scaling"], settings["rope_scaling_factor"]) == ("linear", 8.0)
-    model = dataclasses.replace(LLAMA, layer_kinds=KINDS, window=4, **settings)
+    assert (settings["rope.theta"], settings["rope.sliding_theta"]) == thetas
+    assert (settings["rope.scaling"], settings["rope.factor"]) == ("linear", 8.0)
+    model = model_from(LLAMA.by_path | dict(layer_kinds=KINDS, window=4) | settings)
     fields = rope_fields(model, family)
     assert read(fields, family, KINDS) == settings
     assert ("rope_scaling" in fields) == (family is LOCAL or thetas[0] == thetas[1])
@@ -136,13 +136,13 @@ def test_rope_settings_of_one_rope_scale_sliding_layers_too():
     """Without parameters for each layer type, all layers have the same RoPE."""
     config = dict(rope_parameters=dict(YARN, truncate=False, rope_theta=2e6))
     settings = read(config, FLAT, KINDS)
-    assert (settings["sliding_rope_theta"], settings["sliding_rope_scaling"]) == (2e6, True)
-    model = dataclasses.replace(LLAMA, layer_kinds=KINDS, window=4, **settings)
+    assert (settings["rope.sliding_theta"], settings["rope.sliding_scaling"]) == (2e6, True)
+    model = model_from(LLAMA.by_path | dict(layer_kinds=KINDS, window=4) | settings)
     np.testing.assert_array_equal(
         *(rope_frequencies(model, kind, 4096).radians_per_token for kind in KINDS)
     )
     assert read(written(model), FLAT, KINDS) == settings
-    assert read(dict(rope_theta=2e6), FLAT, KINDS)["sliding_rope_scaling"] is False
+    assert read(dict(rope_theta=2e6), FLAT, KINDS)["rope.sliding_scaling"] is False
 
 
 def test_partial_rotary_factor_is_read_and_written():
@@ -152,10 +152,10 @@ def test_partial_rotary_factor_is_read_and_written():
         dict(partial_rotary_factor=0.5),
     )
     configs = inside, outside, inside | dict(partial_rotary_factor=1), {}
-    assert [read(config, family)["rope_fraction"] for config in configs] == [0.5, 0.5, 0.5, 0.25]
+    assert [read(config, family)["rope.fraction"] for config in configs] == [0.5, 0.5, 0.5, 0.25]
     for name in ("partial", "partial_yarn"):
         model = scaled_model(name)
-        assert dataclasses.replace(model, **read(written(model, family), family)) == model
+        assert model_from(model.by_path | read(written(model, family), family)) == model
 
 
 @pytest.mark.parametrize(
@@ -226,50 +226,54 @@ def test_rope_settings_unsupported_layer_type_raises(family, config, words):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "words"),
+    ("family", "name", "settings", "words"),
     [
-        (FLAT, SCALINGS["partial"], "rope_fraction=0.25, which transformers ignores"),
-        (FLAT, dict(layer_kinds=KINDS), "another RoPE in sliding layers"),
+        (FLAT, "partial", {}, "rope.fraction=0.25, which transformers ignores"),
+        (FLAT, "none", {}, "another RoPE in sliding layers"),
         (
             FLAT,
-            dict(SCALINGS["linear"], layer_kinds=KINDS, sliding_rope_theta=5e5),
+            "linear",
+            dict(sliding_theta=5e5),
             "another RoPE in sliding layers",
         ),
         (
             NESTED,
-            dict(SCALINGS["linear"], sliding_rope_scaling=True),
-            r"sliding_rope_scaling=True .* \(supported: False",
+            "linear",
+            dict(sliding_scaling=True),
+            r"rope.sliding_scaling=True .* \(supported: False",
         ),
         (
             NESTED,
-            SCALINGS["yarn_options"],
-            "rope_scaling_truncate=False, which transformers ignores",
+            "yarn_options",
+            {},
+            "rope.truncate=False, which transformers ignores",
         ),
     ],
 )
-def test_rope_fields_that_transformers_ignores_raise(family, settings, words):
+def test_rope_fields_that_transformers_ignores_raise(family, name, settings, words):
+    model = dataclasses.replace(scaled_model(name, **settings), layer_kinds=KINDS)
     with pytest.raises(Unsupported, match=words):
-        rope_fields(dataclasses.replace(LLAMA, **settings), family)
+        rope_fields(model, family)
 
 
 def test_query_scale_is_read_written_and_the_default_of_ministral3():
     family = FAMILIES["ministral3"]
     default = read({}, family)
-    assert (default["rope_scaling_query_beta"], default["rope_scaling_attention_factor"]) == (
+    assert (default["rope.query_beta"], default["rope.attention_factor"]) == (
         0.1,
         1,
     )
     # beta alone is a scaling
     one = dict(YARN, factor=1.0, attention_factor=1.0, llama_4_scaling_beta=0.2)
     settings = read(dict(rope_parameters=one), family)
-    model = dataclasses.replace(LLAMA, **settings)
+    model = model_from(LLAMA.by_path | settings)
     assert not [*rope_problems(model)]
     assert rope_fields(model, family)["rope_parameters"] == one | dict(rope_theta=1e4)
     # transformers reads the field in any case
-    unscaled = dataclasses.replace(model, rope_scaling_query_beta=0.0, rope_scaling_factor=8.0)
+    unscaled = with_rope(model, query_beta=0.0, factor=8.0)
     assert rope_fields(unscaled, family)["rope_parameters"]["llama_4_scaling_beta"] == 0
     for other, changed in ((FLAT, model), (family, LLAMA)):
-        with pytest.raises(Unsupported, match="rope_scaling_query_beta=.* of a model of type"):
+        with pytest.raises(Unsupported, match="rope.query_beta=.* of a model of type"):
             rope_fields(changed, other)
 
 

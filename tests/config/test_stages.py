@@ -60,7 +60,7 @@ def test_stages_resolve_to_complete_configs():
         (8, 2),
     ]
     assert [stage.config.train.steps for stage in (first, second, third)] == [5, 8, 10]
-    assert (first.config.data.seq_len, first.config.model.rope_theta, first.max_eval_loss) == (
+    assert (first.config.data.seq_len, first.config.model.rope.theta, first.max_eval_loss) == (
         64,
         8e6,
         3.0,
@@ -81,11 +81,11 @@ def test_rope_scaling_of_stage_replaces_that_of_the_preset():
     )
     config.model.preset = "llama3.1-8b"
     (stage,) = load_stages(config)
-    assert (stage.config.model.rope_scaling, stage.config.model.rope_scaling_factor) == (
+    assert (stage.config.model.rope.scaling, stage.config.model.rope.factor) == (
         "yarn",
         4.0,
     )
-    assert stage.config.model.rope_scaling_original_tokens == 8192
+    assert stage.config.model.rope.original_tokens == 8192
 
 
 def _rates(stage) -> np.ndarray:

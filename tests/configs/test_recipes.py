@@ -42,9 +42,9 @@ def test_recipe_mini_keeps_the_stages(name):
             small.config.memory, tile_tokens=stage.config.memory.tile_tokens
         )
         assert (stage.config.attention, stage.config.memory) == (small.config.attention, memory)
-        scaling = stage.config.model.rope_scaling
+        scaling = stage.config.model.rope.scaling
         # llama3 is that of the preset
-        assert scaling in (small.config.model.rope_scaling, "llama3")
+        assert scaling in (small.config.model.rope.scaling, "llama3")
         assert stage.config.model.layer_kinds == small.config.model.layer_kinds
         assert stage.config.optimizer.schedule == small.config.optimizer.schedule
         assert stage.optimizer_state == small.optimizer_state
@@ -61,7 +61,7 @@ def test_recipe_figures_are_those_of_the_sources():
         (5000, 2**22), (2500, 2**23), (250, 2**22)
     ]  # fmt: skip
     assert [stage.config.optimizer.learning_rate for stage in prolong] == [1e-5, 5e-6, 2e-5]
-    assert [stage.config.model.rope_theta for stage in prolong] == [8e6, 1.28e8, 1.28e8]
+    assert [stage.config.model.rope.theta for stage in prolong] == [8e6, 1.28e8, 1.28e8]
     assert [stage.optimizer_state for stage in prolong] == ["carry", "carry", "reset"]
     (sft,) = load_stages(read_config("sft_128k"))
     assert (sft.num_steps, sft.config.tokens_per_step, sft.config.optimizer.learning_rate) == (
@@ -78,7 +78,7 @@ def test_recipe_figures_are_those_of_the_sources():
         )
         assert {source.name: source.share for source in full_length} == full
     (lora,) = load_stages(read_config("lora_1m_1gpu"))
-    assert lora.config.lora.rank == 32 and lora.config.model.rope_scaling_factor == 128
+    assert lora.config.lora.rank == 32 and lora.config.model.rope.factor == 128
     (ultralong,) = load_stages(read_config("extend_1m"))
     assert 1e9 <= ultralong.num_tokens < 1.01e9 and not ultralong.config.attention.document_mask
     for variant, tokens in (("", 50e9), ("32b", 100e9)):

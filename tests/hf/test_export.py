@@ -42,6 +42,7 @@ from tests.hf.models import (
     write_tensors,
     write_tokenizer,
 )
+from tests.models.plain_rope import with_rope
 from tests.train.runs import save_step_0, write_untrained_run
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
@@ -209,7 +210,7 @@ def test_config_json_of_a_model_with_images_has_another_rope_where_it_was():
     content = config_json_in_files("qwen3_vl_moe") | dict(eos_token_id=5)
     base = language_model_of(content)
     kinds = (KindConfig(name="dense", feed_forward="dense"),)
-    settings = settings_of(base, "config.json") | dict(kinds=kinds, rope_theta=7e6)
+    settings = settings_of(base, "config.json") | {"kinds": kinds, "rope.theta": 7e6}
     longer = model_from(PRESETS["tiny"].by_path | settings)
     fields = config_json_of(longer, base, seq_len=512, dtype="float32")
     written = with_language_model(content, fields | dict(eos_token_id=[5, 6]))
@@ -218,7 +219,7 @@ def test_config_json_of_a_model_with_images_has_another_rope_where_it_was():
     rope = content["text_config"]["rope_parameters"]
     assert written["text_config"]["rope_parameters"] == rope | dict(rope_theta=7e6)
     assert written["dtype"] == written["text_config"]["dtype"] == "float32"
-    assert settings_of(language_model_of(written), "config.json")["rope_theta"] == 7e6
+    assert settings_of(language_model_of(written), "config.json")["rope.theta"] == 7e6
     assert {**written, "text_config": 0} == {
         **content, "text_config": 0, "dtype": "float32", "eos_token_id": [5, 6]
     }  # fmt: skip
@@ -245,7 +246,7 @@ def test_config_json_of_an_export_has_one_dtype_and_its_rope():
     model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
     written = config_json_of(model, base, seq_len=16, dtype="float32")
     assert written == base | dict(dtype="float32", torch_dtype="float32")
-    longer = dataclasses.replace(model, rope_scaling_factor=8.0)
+    longer = with_rope(model, factor=8.0)
     written = config_json_of(longer, base, seq_len=16, dtype="float32")
     assert (written["rope_theta"], written["rope_parameters"]["factor"]) == (70_000.0, 8.0)
 
@@ -259,15 +260,15 @@ def test_config_json_of_minimax_m2_names_the_rotated_dimensions_and_no_code():
         (dict(partial_rotary_factor=0.25), 0.25),
     ):
         settings = settings_of(base | changes, "config.json")
-        assert settings["rope_fraction"] == fraction
+        assert settings["rope.fraction"] == fraction
         model = model_from(PRESETS["tiny"].by_path | settings)
         written = config_json_of(model, base | changes, seq_len=16, dtype="float32")
         assert "auto_map" not in written
         assert written.get("rotary_dim") == (base | changes)["rotary_dim"]
-        longer = dataclasses.replace(model, rope_scaling_factor=16.0)
+        longer = with_rope(model, factor=16.0)
         written = config_json_of(longer, base | changes, seq_len=16, dtype="float32")
         assert written["rotary_dim"] == 16 * fraction
-        assert settings_of(written, "config.json")["rope_fraction"] == fraction
+        assert settings_of(written, "config.json")["rope.fraction"] == fraction
 
 
 def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -298,7 +299,7 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     assert content["max_position_embeddings"] == 64
     embedding = np.asarray(resumed.params["embedding"])[:61]
     again = jaxlc.load(out)
-    assert (again.step, again.config.model.rope_theta) == (0, 5e5)
+    assert (again.step, again.config.model.rope.theta) == (0, 5e5)
     np.testing.assert_array_equal(
         again.params["embedding"], embedding.astype(ml_dtypes.bfloat16).astype(np.float32)
     )
@@ -310,7 +311,7 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     # The weights of a run are those of its checkpoint, and the optimizer is new.
     config = save_step_0(config_of(tmp_path / "run"), tmp_path / "second")
     assert config.data.tokenizer == str(source / "tokenizer.json")
-    assert config.model.rope_theta == 5e5
+    assert config.model.rope.theta == 5e5
     assert_same_bits(
         tensors_in(jaxlc.export(tmp_path / "second", tmp_path / "out2")), tensors_in(out)
     )

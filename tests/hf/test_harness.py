@@ -109,8 +109,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
     (root / "text.txt").write_text(f"{TEXT}\n" * 200)
     settings = jaxlc.config.defaults()
     for name, value in {
-        "model.init_from": str(base), "model.rope_scaling": "yarn", "model.rope_scaling_factor": 2.0,
-        "model.rope_scaling_original_tokens": CONTEXT, "data.sources": (str(root / "text.txt"),),
+        "model.init_from": str(base), "model.rope.scaling": "yarn", "model.rope.factor": 2.0,
+        "model.rope.original_tokens": CONTEXT, "data.sources": (str(root / "text.txt"),),
         "data.eval_fraction": 0.1, "data.seq_len": TRAINED, "train.steps": 2, "train.global_batch_size": 2,
         "precision.compute": "fp32", "mesh.fsdp": 2, "mesh.context": 4, "train.eval_sequences": 2,
     }.items():  # fmt: skip

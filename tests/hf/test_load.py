@@ -52,6 +52,7 @@ from tests.hf.models import (
     write_model,
     write_tensors,
 )
+from tests.models.plain_rope import with_rope
 from tests.train.runs import write_untrained_run
 
 
@@ -586,7 +587,7 @@ def test_load_of_a_model_with_images_reads_its_language_model(
     step, params, _ = loaded(directory)
     family = FAMILIES[text["model_type"]]
     assert left_out(directory, family, step.config.model)[1] == f"1 tensor {other}*"
-    assert step.config.model.rope_scaling_query_beta == (0.4 if case == "ministral3" else 0)
+    assert step.config.model.rope.query_beta == (0.4 if case == "ministral3" else 0)
     for path, value in expected_params(case).items():
         np.testing.assert_array_equal(params[path], value, err_msg=path)
 
@@ -757,7 +758,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
 def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
     directory = write_model(tmp_path / "model", "qwen3")
     config = config_of(directory)
-    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (
+    assert (config.model.model_dim, config.model.qk_norm, config.model.rope.theta) == (
         32,
         "head",
         40000.0,
@@ -769,7 +770,7 @@ def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
 def test_config_rope_may_be_overridden_and_shape_may_not(tmp_path):
     directory = str(write_model(tmp_path / "model", "llama"))
     assert (
-        load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta
+        load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope.theta
         == 5e6
     )
     with pytest.raises(
@@ -787,7 +788,7 @@ def test_init_from_of_a_command_replaces_the_shape_of_a_shipped_config(tmp_path)
     models = [stage.config.model for stage in parse(command).stages]
     own = [stage.config.model for stage in parse(command[:2]).stages]
     assert {(model.num_layers, model.vocab_size) for model in models} == {(3, 61)}
-    assert [model.rope_theta for model in models] == [model.rope_theta for model in own]
+    assert [model.rope.theta for model in models] == [model.rope.theta for model in own]
     with pytest.raises(UserError, match="config.model.num_layers=5 contradicts"):
         parse([*command, "--config.model.num_layers=5"])
 
@@ -876,18 +877,18 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         (
             "llama",
             dict(rope_scaling=dict(LLAMA3_ROPE, rope_theta=7e4)),
-            "which differ in rope_theta",
+            "which differ in model.rope.theta",
         ),
         (
             "llama",
             dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
-            "which differ in rope_scaling",
+            "which differ in model.rope.scaling",
         ),
-        ("qwen3", dict(rope_theta=1e4), "which differ in rope_theta"),
+        ("qwen3", dict(rope_theta=1e4), "which differ in model.rope.theta"),
         (
             "gemma3",
             dict(rope_parameters={FULL: dict(rope_theta=6e4)}),
-            "which differ in rope_scaling",
+            "which differ in model.rope.scaling",
         ),
         ("llama", dict(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM"),
         (
@@ -1035,7 +1036,7 @@ ABSENT = (None, False, 0, [], {})
         ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "experts.num_experts", 8),
         ("qwen3_moe", ("mlp_only_layers", "num_local_experts"), "layer_kinds", ("full",)),
         ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
-        ("llama", ("rope_scaling",), "rope_scaling", "none"),
+        ("llama", ("rope_scaling",), "rope.scaling", "none"),
         ("mistral_window", ("sliding_window",), "layer_kinds", ("full",)),
         ("llama", ("head_dim",), "head_dim", 8),
         ("llama", ("num_key_value_heads",), "num_kv_heads", 4),
@@ -1098,7 +1099,7 @@ def test_config_json_rope_is_that_of_transformers(changes, expected):
         name: value for name, value in CASES["llama"].config.items() if not name.startswith("rope_")
     } | changes
     settings = settings_of(config, "config.json")
-    names = ("rope_theta", "rope_scaling", "rope_scaling_original_tokens")
+    names = ("rope.theta", "rope.scaling", "rope.original_tokens")
     assert tuple(settings[name] for name in names) == expected
 
 
@@ -1169,9 +1170,9 @@ RELEASED = {
             auto_map=dict(AutoConfig="configuration_deepseek.DeepseekV3Config"),
         ),
         {
-            "rope_scaling": "yarn",
-            "rope_scaling_query_mscale": 1.0,
-            "rope_scaling_attention_factor": 1.0,
+            "rope.scaling": "yarn",
+            "rope.query_mscale": 1.0,
+            "rope.attention_factor": 1.0,
             "first_layer_kinds": ("dense",),
             "experts.router": "sigmoid",
         },
@@ -1187,7 +1188,7 @@ RELEASED = {
             aux_loss_alpha=0.001,
             seq_aux=True,
         ),
-        {"latent.query_rank": 0, "experts.groups": 1, "rope_scaling_query_mscale": 0.707},
+        {"latent.query_rank": 0, "experts.groups": 1, "rope.query_mscale": 0.707},
     ),
     "an older layer type, and a number that JSON does not have": (
         "olmo3",
@@ -1211,7 +1212,7 @@ RELEASED = {
             ),
             max_position_embeddings=262144,
         ),
-        dict(rope_scaling_query_beta=0.1, rope_scaling_attention_factor=1.0, rope_theta=1e6),
+        {"rope.query_beta": 0.1, "rope.attention_factor": 1.0, "rope.theta": 1e6},
     ),
     "Granite 3.1 8B": (
         "granite",
@@ -1233,12 +1234,12 @@ RELEASED = {
     "Phi-4-mini": (
         "phi3",
         dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config")),
-        dict(rope_fraction=0.75, rope_scaling="longrope", window=0, layer_kinds=("full",)),
+        {"rope.fraction": 0.75, "rope.scaling": "longrope", "window": 0, "layer_kinds": ("full",)},
     ),
     "Phi-3-mini-128k, first release": (
         "phi3",
         dict(rope_scaling=dict(type="su", short_factor=[1.0] * 3, long_factor=[2.0] * 3)),
-        dict(rope_scaling="longrope", rope_scaling_long_factors=(2.0, 2.0, 2.0)),
+        {"rope.scaling": "longrope", "rope.long_factors": (2.0, 2.0, 2.0)},
     ),
     "Phi-4": (
         "phi3",
@@ -1248,7 +1249,7 @@ RELEASED = {
             partial_rotary_factor=1.0,
             sliding_window=None,
         ),
-        dict(rope_fraction=1, rope_scaling="none", window=0),
+        {"rope.fraction": 1, "rope.scaling": "none", "window": 0},
     ),
     "Seed-OSS-36B": (
         "seed_oss",
@@ -1258,7 +1259,12 @@ RELEASED = {
             attention_out_bias=False,
             rope_scaling=dict(rope_type="default"),
         ),
-        dict(qkv_bias=True, attention_out_bias=False, rope_scaling="none", rope_theta=3e4),
+        {
+            "qkv_bias": True,
+            "attention_out_bias": False,
+            "rope.scaling": "none",
+            "rope.theta": 3e4,
+        },
     ),
 }
 
@@ -1289,8 +1295,8 @@ def test_config_json_rope_that_a_family_lacks_raises():
     with pytest.raises(Unsupported, match="of type 'yarn'; supported are default, longrope"):
         settings_of(base | dict(rope_scaling=LLAMA3_ROPE | dict(rope_type="yarn")), "config.json")
     model = model_of(settings_of(base, "config.json"))
-    model = dataclasses.replace(model, rope_scaling="linear")
-    with pytest.raises(Unsupported, match="rope_scaling='linear' of a model of type phi3"):
+    model = with_rope(model, scaling="linear")
+    with pytest.raises(Unsupported, match="rope.scaling='linear' of a model of type phi3"):
         config_json_of(model, base, seq_len=16, dtype="bfloat16")
 
 

@@ -160,7 +160,7 @@ def test_packed_documents_equal_transformers(
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
     assert step.config.model.attention_sinks == (model in ("sliding", "full"))
     if model not in DENSE:
-        assert step.config.model.sliding_rope_scaling == (model == "sliding")
+        assert step.config.model.rope.sliding_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
     logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
     errors = {"logits": relative_error(logits, expected["logits"])}

@@ -4,7 +4,6 @@ extended models.
 Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 """
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -16,8 +15,9 @@ from ml_collections import ConfigDict
 
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
-from jaxlc.config.models.config_json import ROPE_SETTINGS, config_json_of
+from jaxlc.config.models.config_json import config_json_of
 from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
 from jaxlc.models.rope import rope_frequencies
 from tests.hf.comparison import (
@@ -107,11 +107,11 @@ def test_frequencies_equal_transformers(tmp_path):
             intermediate_size=8,
             num_hidden_layers=1,
         )
-        whole = scaled_model(name, rope_fraction=1.0)
+        whole = scaled_model(name, fraction=1.0)
         fields = rope_fields(whole, FAMILIES["llama"])["rope_parameters"]
         for seq_len in (4096, 2**20):
             config = sizes | dict(
-                rope_parameters=fields | dict(partial_rotary_factor=model.rope_fraction),
+                rope_parameters=fields | dict(partial_rotary_factor=model.rope.fraction),
                 max_position_embeddings=max_position_embeddings(whole, seq_len, 0),
             )
             cases.append((config, seq_len))
@@ -125,7 +125,7 @@ def test_frequencies_equal_transformers(tmp_path):
         )
         settings = rope_settings(config, "config.json", FAMILIES["llama"], ("full",))
         cases.append((config, 2**20))
-        expected.append(rope_frequencies(dataclasses.replace(LLAMA, **settings), "full", 2**20))
+        expected.append(rope_frequencies(model_from(LLAMA.by_path | settings), "full", 2**20))
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("reference_rope.py")
     command = [PYTHON, script, tmp_path / "cases.json", tmp_path / "out.json"]
@@ -202,4 +202,4 @@ def test_extended_model_equals_transformers(name, num_tokens, original, referenc
     again = load(ConfigDict({"model": {"init_from": str(extended)}})).model
     # written as another rope_theta, and with the computed attention factor
     if name not in ("ntk", "longrope"):
-        assert all(getattr(again, x) == getattr(step.config.model, x) for x in ROPE_SETTINGS)
+        assert again.rope == step.config.model.rope

@@ -292,7 +292,7 @@ def _without_dense_block(params):
 PARTS = {
     "scale of queries by the factor of yarn": (
         "deepseek_v3",
-        dict(rope_scaling_query_mscale=0.0),
+        {"rope.query_mscale": 0.0},
         lambda params: params,
     ),
     "interleaved RoPE": ("deepseek_v2", {"latent.interleaved": False}, lambda params: params),
@@ -302,10 +302,10 @@ PARTS = {
         {"experts.groups": 1, "experts.groups_per_token": 1},
         lambda params: params,
     ),
-    "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
-    "llama3 scaling, tied": ("llama_tied", dict(rope_scaling="none"), lambda params: params),
-    "yarn scaling": ("qwen2", dict(rope_scaling="none"), lambda params: params),
-    "linear scaling": ("gemma3", dict(rope_scaling="none"), lambda params: params),
+    "llama3 scaling": ("llama", {"rope.scaling": "none"}, lambda params: params),
+    "llama3 scaling, tied": ("llama_tied", {"rope.scaling": "none"}, lambda params: params),
+    "yarn scaling": ("qwen2", {"rope.scaling": "none"}, lambda params: params),
+    "linear scaling": ("gemma3", {"rope.scaling": "none"}, lambda params: params),
     "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
     "window of some layers": ("gemma3", dict(window=256), lambda params: params),
     "window of the last layers": ("qwen2_window", dict(window=256), lambda params: params),
@@ -316,7 +316,7 @@ PARTS = {
     ),
     "RoPE base of sliding layers": (
         "gemma3",
-        dict(sliding_rope_theta=60000.0),
+        {"rope.sliding_theta": 60000.0},
         lambda params: params,
     ),
     "NoPE": ("smollm3", dict(layer_kinds=("sliding", "full", "full")), lambda params: params),
@@ -342,7 +342,7 @@ PARTS = {
     "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
     "scale of queries by position": (
         "ministral3",
-        dict(rope_scaling_query_beta=0.0),
+        {"rope.query_beta": 0.0},
         lambda params: params,
     ),
     "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
@@ -354,7 +354,7 @@ PARTS = {
         {"delta_net.negative_eigenvalues": False},
         lambda params: params,
     ),
-    "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
+    "partial RoPE": ("qwen3_5", {"rope.fraction": 1.0}, lambda params: params),
     "output bias": (
         "llama_tied",
         dict(attention_out_bias=False),
@@ -362,23 +362,23 @@ PARTS = {
     ),
     "partial RoPE with factors": (
         "phi3",
-        dict(rope_fraction=1.0, rope_scaling="none"),
+        {"rope.fraction": 1.0, "rope.scaling": "none"},
         lambda params: params,
     ),
     "long factors of all layers": (
         "phi3",
-        dict(rope_scaling_long_factors=(1.0, 1.125, 1.25)),  # the short ones
+        {"rope.long_factors": (1.0, 1.125, 1.25)},  # the short ones
         lambda params: params,
     ),
     "attention factor of longrope": (
         "phi3",
-        dict(rope_scaling_attention_factor=1.0),
+        {"rope.attention_factor": 1.0},
         lambda params: params,
     ),
     "window of all layers with longrope": ("phi3_window", dict(window=256), lambda params: params),
     "longrope of sliding layers": (
         "phi3_window",
-        dict(sliding_rope_scaling=False),
+        {"rope.sliding_scaling": False},
         lambda params: params,
     ),
     "order of fused projections": (
@@ -399,7 +399,7 @@ PARTS = {
     },
     "RoPE of full layers, without sliding ones": (
         "exaone4",
-        dict(layer_kinds=("nope",), rope_scaling="none"),
+        {"layer_kinds": ("nope",), "rope.scaling": "none"},
         lambda params: params,
     ),
     "no RoPE of full layers, with sliding ones": (
@@ -433,7 +433,7 @@ PARTS = {
     "projections of each key head": ("qwen3_next", dict(), _in_another_order),
     "dense layers": ("qwen3_next", dict(), _without_dense_block),
     "weights of experts": ("qwen3_next", {"experts.renormalize": False}, lambda params: params),
-    "rotated dimensions": ("minimax_m2", dict(rope_fraction=1.0), lambda params: params),
+    "rotated dimensions": ("minimax_m2", {"rope.fraction": 1.0}, lambda params: params),
     "norms of all heads": (
         "minimax_m2",
         dict(qk_norm="none"),
@@ -475,7 +475,7 @@ PARTS = {
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": (
         "gpt_oss",
-        dict(sliding_rope_scaling=False),
+        {"rope.sliding_scaling": False},
         lambda params: params,
     ),
 }
@@ -553,15 +553,12 @@ def test_exported_models_open_in_transformers(models, tmp_path):
     num_tokens, _ = SPANS["long"]
     changes = {
         "qwen3": dict(
-            rope_theta=1e6,
-            rope_scaling="llama3",
-            rope_scaling_factor=4.0,
-            rope_scaling_original_tokens=32,
+            rope=dict(theta=1e6, scaling="llama3", factor=4.0, original_tokens=32),
         ),
-        "llama": dict(rope_scaling="yarn", rope_scaling_factor=4.0),
+        "llama": dict(rope=dict(scaling="yarn", factor=4.0)),
         "mistral_window": dict(window=20),
-        "gemma3": dict(window=20, sliding_rope_theta=2000.0),
-        "olmo3": dict(rope_scaling_factor=4.0),
+        "gemma3": dict(window=20, rope=dict(sliding_theta=2000.0)),
+        "olmo3": dict(rope=dict(factor=4.0)),
     }
     jobs, logits = {}, {}
     for case, settings in changes.items():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.flops import num_params
-from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.model_schema import KindConfig, RopeConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models import decoder
@@ -33,9 +33,11 @@ VARIANTS = {
     "untied": dict(
         tie_embeddings=False,
         qk_norm="head",
-        rope_scaling="llama3",
-        rope_scaling_factor=8.0,
-        rope_scaling_original_tokens=32,
+        rope=RopeConfig(
+            scaling="llama3",
+            factor=8.0,
+            original_tokens=32,
+        ),
     ),
     "gemma": dict(
         qk_norm="head",
@@ -47,10 +49,12 @@ VARIANTS = {
         num_layers=5,
         layer_kinds=("full", "sliding", "nope"),
         window=5,
-        sliding_rope_theta=50.0,
-        rope_scaling="llama3",
-        rope_scaling_factor=8.0,
-        rope_scaling_original_tokens=32,
+        rope=RopeConfig(
+            sliding_theta=50.0,
+            scaling="llama3",
+            factor=8.0,
+            original_tokens=32,
+        ),
     ),
     "shapes": dict(
         qk_norm="head",
@@ -79,12 +83,14 @@ VARIANTS = {
         mlp_bias=True,
         layer_kinds=("sliding", "full"),
         window=5,
-        rope_fraction=2 / 3,
-        sliding_rope_scaling=True,
-        rope_scaling="yarn",
-        rope_scaling_factor=4.0,
-        rope_scaling_original_tokens=32,
-        rope_scaling_truncate=False,
+        rope=RopeConfig(
+            fraction=2 / 3,
+            sliding_scaling=True,
+            scaling="yarn",
+            factor=4.0,
+            original_tokens=32,
+            truncate=False,
+        ),
     ),
 }
 

@@ -106,7 +106,7 @@ def test_apply_rope_partial_leaves_the_other_dimensions():
 def test_float32_angles_are_wrong_at_2_25():
     """The reason for the tables: at 2^25, float32 angles have an error above half a radian."""
     model, position = PRESETS["llama3.1-8b"], 2**25 - 1
-    frequencies = model.rope_theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
+    frequencies = model.rope.theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
     plain_float32 = np.float32(position) * frequencies.astype(np.float32)
     assert np.abs(plain_float32 - position * frequencies).max() > 0.5
 

@@ -50,7 +50,7 @@ def undisturbed(config_path, tmp_path_factory) -> Path:
     """The workdir of a run of both stages."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     result = loop.run(read_config(str(config_path)), workdir)
-    assert (result.step, result.config.data.seq_len, result.config.model.rope_theta) == (
+    assert (result.step, result.config.data.seq_len, result.config.model.rope.theta) == (
         7,
         256,
         8e6,

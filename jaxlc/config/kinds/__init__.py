@@ -68,7 +68,7 @@ def mixers_by_layer_kind() -> dict[str, tuple[str, ...]]:
 
 
 def scaled_kinds() -> frozenset[str]:
-    """The layer kinds that model.rope_scaling applies to."""
+    """The layer kinds that model.rope.scaling applies to."""
     return frozenset(itertools.chain.from_iterable(x.scaled_kinds for x in _with_rope()))
 
 

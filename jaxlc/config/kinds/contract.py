@@ -190,7 +190,7 @@ class Mixer(Block):
 class HasRope(ABC):
     """A mixer with position embeddings."""
 
-    scaled_kinds: tuple[str, ...]  # its layer_kinds that model.rope_scaling applies to
+    scaled_kinds: tuple[str, ...]  # its layer_kinds that model.rope.scaling applies to
     unrotated_kinds: tuple[str, ...]  # its layer_kinds without position embeddings
 
 

@@ -26,7 +26,7 @@ from jaxlc.config.schema import RunConfig
 class LatentConfig:
     """Latent attention (MLA): the settings of latent layers, besides num_heads.
 
-    head_dim is the width of queries and keys. RoPE rotates its last rope_fraction, which all heads
+    head_dim is the width of queries and keys. RoPE rotates its last rope.fraction, which all heads
     share in the keys; in latent_nope layers they share it without rotation.
     """
 
@@ -64,7 +64,7 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     sizes = ("num_heads", "head_dim")
     only_with = (
         *(f"model.latent.{name}" for name in vars(LatentConfig())),
-        *("model.rope_scaling_query_mscale", "attention.ring_payload"),
+        *("model.rope.query_mscale", "attention.ring_payload"),
     )
     tensors = (
         LayerTensor("wq", "self_attn.q_proj.weight", 1),

@@ -19,6 +19,7 @@ from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES,
 from jaxlc.config.models.model_schema import (
     SECTIONS_OF_MODEL,
     ModelConfig,
+    RopeConfig,
     first_and_group,
     model_from,
 )
@@ -226,13 +227,10 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-ROPE_SETTINGS = tuple(
-    field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_")
-)
+ROPE_SETTINGS = tuple(f"rope.{name}" for name in vars(RopeConfig()))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
 # not the shape of a parameter.
-_SLIDING_SETTINGS = ("sliding_rope_theta", "sliding_rope_scaling")
-CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, *_SLIDING_SETTINGS, "window")
+CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "window")
 
 _FIELDS = {  # config.json -> ModelConfig
     "vocab_size": "vocab_size",
@@ -476,11 +474,7 @@ def config_json_of(
     if after["window"] != model.window:
         changed |= family.write_kinds(model)
         after = settings_of({**base, **changed}, "config.json")
-    if all(
-        after[name] == model.by_path[name]
-        for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS)
-        if name in after
-    ):
+    if all(after[name] == model.by_path[name] for name in ROPE_SETTINGS if name in after):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
     return kept | rope_fields(model, family, base) | changed

@@ -2,7 +2,7 @@
 
 The first layers and the repeating group of a list of layer kinds. Imports no jax.
 
-The settings that each `model.rope_scaling` uses, and checks of the RoPE settings. Imports no jax.
+The settings that each `model.rope.scaling` uses, and checks of the RoPE settings. Imports no jax.
 """
 
 import dataclasses
@@ -135,6 +135,49 @@ class KindConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embeddings; `jaxlc.models.rope` has the computation."""
+
+    theta: Above0[float] = (
+        10_000.0  # base of the frequencies: 500000 in Llama 3; longer contexts use a larger one
+    )
+    # how frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
+    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
+    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
+    scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
+    factor: From1[float] = 1.0  # of scaling: new context length divided by the original one
+    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn,
+    # longrope and llama3.
+    original_tokens: ZeroOrFrom2[int] = 0
+    # llama3: wavelengths above original_tokens / this are scaled fully.
+    low_freq_factor: Above0[float] = 1.0
+    # llama3: wavelengths below original_tokens / this are not scaled.
+    high_freq_factor: Above0[float] = 4.0
+    # yarn: frequencies with more turns than this within original_tokens are not scaled.
+    beta_fast: Above0[float] = 32.0
+    # yarn: frequencies with fewer turns than this within original_tokens are scaled fully.
+    beta_slow: Above0[float] = 1.0
+    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from factor.
+    attention_factor: float = 0.0
+    truncate: bool = True  # yarn: round the limits between the frequency bands to whole dimensions
+    # yarn: queries at position p of their document are multiplied by 1 + this x ln(1 + floor(p / original_tokens)),
+    # as in Ministral 3; "llama_4_scaling_beta" in Hugging Face configs. 0: not.
+    query_beta: float = 0.0
+    # yarn: queries of latent layers are multiplied by the square of 1 + 0.1 x this x ln(factor), as in DeepSeek V3;
+    # "mscale_all_dim" in Hugging Face configs. 0: not.
+    query_mscale: float = 0.0
+    # longrope: divisors of the frequencies if data.seq_len is at most original_tokens.
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[
+        float, ...
+    ] = ()  # longrope: divisors of the frequencies for longer sequences
+    # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged.
+    fraction: Above0UpTo1[float] = 1.0
+    sliding_theta: Above0[float] = 10_000.0  # base of the frequencies of sliding layers
+    sliding_scaling: bool = False  # scaling applies to sliding layers, too, as in gpt-oss
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(AttentionSettings):
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings
     override it.
@@ -190,52 +233,12 @@ class ModelConfig(AttentionSettings):
     experts: ExpertsConfig = ExpertsConfig()
     latent: LatentConfig = LatentConfig()
     mamba2: Mamba2Config = Mamba2Config()
-    sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
-    sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
-    # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
-    rope_theta: Above0[float]
-    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
-    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
-    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
-    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = (
-        "none"
-    )
-    rope_scaling_factor: From1[float] = 1.0  # new context length divided by the original one
-    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn,
-    # longrope and llama3.
-    rope_scaling_original_tokens: ZeroOrFrom2[int] = 0
-    # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
-    rope_scaling_low_freq_factor: Above0[float] = 1.0
-    # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
-    rope_scaling_high_freq_factor: Above0[float] = 4.0
-    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not
-    # scaled.
-    rope_scaling_beta_fast: Above0[float] = 32.0
-    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled
-    # fully.
-    rope_scaling_beta_slow: Above0[float] = 1.0
-    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
-    # rope_scaling_factor.
-    rope_scaling_attention_factor: float = 0.0
-    # yarn: round the limits between the frequency bands to whole dimensions
-    rope_scaling_truncate: bool = True
-    # yarn: queries at position p of their document are multiplied by 1 + this x ln(1 + floor(p /
-    # rope_scaling_original_tokens)), as in Ministral 3; "llama_4_scaling_beta" in Hugging Face configs. 0: not.
-    rope_scaling_query_beta: float = 0.0
-    # yarn: queries of latent layers are multiplied by the square of 1 + 0.1 x this x ln(rope_scaling_factor), as in
-    # DeepSeek V3; "mscale_all_dim" in Hugging Face configs. 0: not.
-    rope_scaling_query_mscale: float = 0.0
-    # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
-    rope_scaling_short_factors: tuple[float, ...] = ()
-    # longrope: divisors of the frequencies for longer sequences
-    rope_scaling_long_factors: tuple[float, ...] = ()
-    # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged.
-    rope_fraction: Above0UpTo1[float] = 1.0
+    rope: RopeConfig = RopeConfig()
 
     @property
     def rotated_dim(self) -> int:
         """Dimensions of a head that RoPE rotates."""
-        return round(self.head_dim * self.rope_fraction)
+        return round(self.head_dim * self.rope.fraction)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -400,7 +403,7 @@ def model_name(model: Mapping[str, Any]) -> str:
     )
 
 
-# Kind of scaling -> the settings rope_scaling_... that it uses.
+# Kind of scaling -> the settings of `RopeConfig` that it uses.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -413,12 +416,13 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_tokens", "attention_factor", "short_factors", "long_factors"),
     "llama3": ("factor", "original_tokens", "low_freq_factor", "high_freq_factor"),
 }
+# of the settings in PARAMETERS and the kind of scaling, by their paths
 DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name.startswith("rope_scaling")
+    f"rope.{name}": value
+    for name, value in vars(RopeConfig()).items()
+    if name not in ("theta", "fraction", "sliding_theta", "sliding_scaling")
 }
-# with rope_scaling_factor=1, attention factor 1, and queries that are not scaled
+# with factor=1, attention factor 1, and queries that are not scaled
 NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")
 
 
@@ -428,10 +432,10 @@ def with_scaling(shape: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[
     If `explicit` names another kind of scaling, the parameters of the kind in `shape` return to
     their defaults, except the original context length if the new kind uses it as well.
     """
-    scaling = explicit.get("rope_scaling", shape["rope_scaling"])
-    if scaling == shape["rope_scaling"] or scaling not in PARAMETERS:
+    scaling = explicit.get("rope.scaling", shape["rope.scaling"])
+    if scaling == shape["rope.scaling"] or scaling not in PARAMETERS:
         return {**shape, **explicit}
-    kept = {"rope_scaling_original_tokens"} if "original_tokens" in PARAMETERS[scaling] else set()
+    kept = {"rope.original_tokens"} if "original_tokens" in PARAMETERS[scaling] else set()
     return {
         **shape,
         **{name: value for name, value in DEFAULTS.items() if name not in kept},
@@ -440,20 +444,20 @@ def with_scaling(shape: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """The factor of cos and sin that `rope_scaling_attention_factor` gives, or its rule if that is
+    """The factor of cos and sin that `rope.attention_factor` gives, or its rule if that is
     0.
 
     yarn: 0.1 ln s + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4); longrope: sqrt(1 + ln s /
     ln original tokens) (Ding et al. 2024, arXiv:2402.13753, the authors' code); 1 for the other
     kinds.
     """
-    if model.rope_scaling_attention_factor:
-        return model.rope_scaling_attention_factor
-    log_factor = math.log(model.rope_scaling_factor)
-    if model.rope_scaling == "yarn":
+    if model.rope.attention_factor:
+        return model.rope.attention_factor
+    log_factor = math.log(model.rope.factor)
+    if model.rope.scaling == "yarn":
         return 0.1 * log_factor + 1
-    if model.rope_scaling == "longrope":
-        return math.sqrt(1 + log_factor / math.log(model.rope_scaling_original_tokens))
+    if model.rope.scaling == "longrope":
+        return math.sqrt(1 + log_factor / math.log(model.rope.original_tokens))
     return 1.0
 
 
@@ -461,99 +465,87 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     """Contradictions among the RoPE settings."""
     yield from _fraction_problems(model)
     yield from _unused_parameters(model)
-    scaling, factor = model.rope_scaling, model.rope_scaling_factor
-    is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope_scaling_query_beta
-    scaled = scaled_kinds() | ({"sliding"} if model.sliding_rope_scaling else set())
+    scaling, factor = model.rope.scaling, model.rope.factor
+    is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope.query_beta
+    scaled = scaled_kinds() | ({"sliding"} if model.rope.sliding_scaling else set())
     if scaling != "none" and scaled.isdisjoint(model.attentions):
         others = [
             f" --config.model.{name}={default}"
             for name, default in DEFAULTS.items()
-            if name != "rope_scaling" and vars(model)[name] != default
+            if name != "rope.scaling" and model.by_path[name] != default
         ]
         yield (
-            f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full or"
-            f" latent layers; use --config.model.rope_scaling=none{''.join(others)}, or"
-            " --config.model.sliding_rope_scaling for sliding layers"
+            f"config.model.rope.scaling={scaling!r} has no effect, since config.model.layer_kinds names no full or"
+            f" latent layers; use --config.model.rope.scaling=none{''.join(others)}, or"
+            " --config.model.rope.sliding_scaling for sliding layers"
         )
-    if model.sliding_rope_scaling and "sliding" not in model.attentions:
+    if model.rope.sliding_scaling and "sliding" not in model.attentions:
         yield (
-            "config.model.sliding_rope_scaling=True has no effect, since config.model.layer_kinds names no sliding"
-            " layers; use --noconfig.model.sliding_rope_scaling"
+            "config.model.rope.sliding_scaling=True has no effect, since config.model.layer_kinds names no sliding"
+            " layers; use --noconfig.model.rope.sliding_scaling"
         )
-    if (
-        model.rope_scaling_query_beta
-        and "sliding" in model.attentions
-        and not model.sliding_rope_scaling
-    ):
+    if model.rope.query_beta and "sliding" in model.attentions and not model.rope.sliding_scaling:
         yield (
-            f"config.model.rope_scaling_query_beta={model.rope_scaling_query_beta} scales the queries of sliding layers"
-            " as well; use it with --config.model.sliding_rope_scaling, or set it to 0"
+            f"config.model.rope.query_beta={model.rope.query_beta} scales the queries of sliding layers"
+            " as well; use it with --config.model.rope.sliding_scaling, or set it to 0"
         )
     if scaling in NO_EFFECT_AT_1 and is_unscaled:
         yield (
-            f"config.model.rope_scaling={scaling!r} needs a rope_scaling_factor greater than 1, the new context length"
-            " divided by the original one; use --config.model.rope_scaling_factor=4 or another factor"
+            f"config.model.rope.scaling={scaling!r} needs a rope.factor greater than 1, the new context length"
+            " divided by the original one; use --config.model.rope.factor=4 or another factor"
         )
-    if "original_tokens" in PARAMETERS[scaling] and not model.rope_scaling_original_tokens:
+    if "original_tokens" in PARAMETERS[scaling] and not model.rope.original_tokens:
         yield (
-            f"config.model.rope_scaling={scaling!r} needs --config.model.rope_scaling_original_tokens, the context"
+            f"config.model.rope.scaling={scaling!r} needs --config.model.rope.original_tokens, the context"
             " length that the model was trained with; often max_position_embeddings of its config.json"
         )
-    if (
-        scaling == "llama3"
-        and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor
-    ):
+    if scaling == "llama3" and model.rope.low_freq_factor >= model.rope.high_freq_factor:
         yield (
-            f"config.model.rope_scaling_low_freq_factor={model.rope_scaling_low_freq_factor} must be less than"
-            f" rope_scaling_high_freq_factor={model.rope_scaling_high_freq_factor}"
+            f"config.model.rope.low_freq_factor={model.rope.low_freq_factor} must be less than"
+            f" rope.high_freq_factor={model.rope.high_freq_factor}"
         )
-    if scaling == "yarn" and model.rope_scaling_beta_slow >= model.rope_scaling_beta_fast:
+    if scaling == "yarn" and model.rope.beta_slow >= model.rope.beta_fast:
         yield (
-            f"config.model.rope_scaling_beta_slow={model.rope_scaling_beta_slow} must be less than"
-            f" rope_scaling_beta_fast={model.rope_scaling_beta_fast}"
+            f"config.model.rope.beta_slow={model.rope.beta_slow} must be less than"
+            f" rope.beta_fast={model.rope.beta_fast}"
         )
     if scaling == "longrope":
         yield from _longrope_problems(model)
 
 
 def _fraction_problems(model: ModelConfig) -> Iterator[str]:
-    rotated = round(model.head_dim * model.rope_fraction, 6)  # fractions such as 64 / 192
+    rotated = round(model.head_dim * model.rope.fraction, 6)  # fractions such as 64 / 192
     # their base has the exponent d / (d - 2)
-    smallest = 4 if model.rope_scaling in ("ntk", "dynamic_ntk") else 2
+    smallest = 4 if model.rope.scaling in ("ntk", "dynamic_ntk") else 2
     if rotated % 2 or rotated < smallest:
         yield (
-            f"config.model.rope_fraction={model.rope_fraction} of head_dim={model.head_dim} gives {rotated:g}"
-            f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope_fraction"
+            f"config.model.rope.fraction={model.rope.fraction} of head_dim={model.head_dim} gives {rotated:g}"
+            f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope.fraction"
         )
 
 
 def _unused_parameters(model: ModelConfig) -> Iterator[str]:
-    used = {"rope_scaling", *(f"rope_scaling_{name}" for name in PARAMETERS[model.rope_scaling])}
-    for name, default in DEFAULTS.items():
-        value = getattr(model, name)
-        if name in used or value == default:
+    for name in vars(model.rope).keys() - {"scaling", *PARAMETERS[model.rope.scaling]}:
+        value, default = getattr(model.rope, name), getattr(RopeConfig, name)
+        users = [kind for kind, names in PARAMETERS.items() if name in names]
+        if not users or value == default:
             continue
-        users = [
-            kind
-            for kind, names in PARAMETERS.items()
-            if name.removeprefix("rope_scaling_") in names
-        ]
         yield (
-            f"config.model.{name}={value} has no effect with config.model.rope_scaling={model.rope_scaling!r}; use"
-            f" --config.model.rope_scaling={' or '.join(users)} with it, or set it to {default}"
+            f"config.model.rope.{name}={value} has no effect with config.model.rope.scaling={model.rope.scaling!r}; use"
+            f" --config.model.rope.scaling={' or '.join(users)} with it, or set it to {default}"
         )
 
 
 def _longrope_problems(model: ModelConfig) -> Iterator[str]:
     num_frequencies = model.rotated_dim // 2
     for name, factors in (
-        ("rope_scaling_short_factors", model.rope_scaling_short_factors),
-        ("rope_scaling_long_factors", model.rope_scaling_long_factors),
+        ("short_factors", model.rope.short_factors),
+        ("long_factors", model.rope.long_factors),
     ):
         if len(factors) != num_frequencies:
             yield (
-                f"config.model.{name} has {len(factors)} numbers, and rope_scaling='longrope' needs {num_frequencies},"
-                " one for each frequency: head_dim x rope_fraction / 2"
+                f"config.model.rope.{name} has {len(factors)} numbers, and rope.scaling='longrope' needs"
+                f" {num_frequencies}, one for each frequency: head_dim x rope.fraction / 2"
             )
         if any(factor <= 0 for factor in factors):
-            yield f"config.model.{name} contains {min(factors)}; its numbers must be greater than 0"
+            yield f"config.model.rope.{name} contains {min(factors)}; its numbers must be greater than 0"

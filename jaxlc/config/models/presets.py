@@ -11,13 +11,10 @@ from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from
 from jaxlc.config.values import flattened
 
 _LLAMA_3_1: dict[str, Any] = dict(
-    rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
+    theta=500_000.0, scaling="llama3", factor=8.0, original_tokens=8192
 )
-_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
-_LLAMA_3: dict[str, Any] = dict(
-    vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0
-)
-_LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
+_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "factor": 32.0}
+_LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, norm_epsilon=1e-5)
 
 _QWEN3_5: dict[str, Any] = dict(
     vocab_size=248_320,
@@ -25,8 +22,7 @@ _QWEN3_5: dict[str, Any] = dict(
     norm_epsilon=1e-6,
     layer_kinds=(*["gated_delta_net"] * 3, "full"),
     delta_net=dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4),
-    rope_theta=10_000_000.0,
-    rope_fraction=0.25,
+    rope=dict(theta=10_000_000.0, fraction=0.25),
 )
 _GEMMA3_GROUP = (*["sliding"] * 5, "full")
 _OLMO3: dict[str, Any] = dict(
@@ -34,11 +30,13 @@ _OLMO3: dict[str, Any] = dict(
     norm_epsilon=1e-6,
     layer_kinds=(*["sliding"] * 3, "full"),
     window=4096,
-    sliding_rope_theta=500_000.0,
-    rope_theta=500_000.0,
-    rope_scaling="yarn",
-    rope_scaling_factor=8.0,
-    rope_scaling_original_tokens=8192,
+    rope=dict(
+        theta=500_000.0,
+        sliding_theta=500_000.0,
+        scaling="yarn",
+        factor=8.0,
+        original_tokens=8192,
+    ),
     **FAMILIES["olmo3"].settings,
 )
 _LLAMA_70B: dict[str, Any] = dict(
@@ -48,13 +46,15 @@ _LLAMA_70B: dict[str, Any] = dict(
     num_kv_heads=8,
     ffn_dim=28_672,
     tie_embeddings=False,
-    **{**_LLAMA_3, **_LLAMA_3_1},
+    head_dim=128,
+    rope=_LLAMA_3_1,
+    **_LLAMA_3,
 )
 _QWEN2_5: dict[str, Any] = dict(
     vocab_size=152_064,
     head_dim=128,
     tie_embeddings=False,
-    rope_theta=1_000_000.0,
+    rope=dict(theta=1_000_000.0),
     **FAMILIES["qwen2"].settings,
 )
 
@@ -87,7 +87,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         ffn_dim=384,
         tie_embeddings=True,
         norm_epsilon=1e-5,
-        rope_theta=10_000.0,
     ),
     dict(
         preset="llama3.2-1b",
@@ -97,7 +96,9 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=8,
         ffn_dim=8192,
         tie_embeddings=True,
-        **_LLAMA_3_2_1B,
+        head_dim=64,
+        rope=_LLAMA_3_2,
+        **_LLAMA_3,
     ),
     dict(
         preset="llama3.2-3b",
@@ -107,7 +108,9 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=8,
         ffn_dim=8192,
         tie_embeddings=True,
-        **{**_LLAMA_3, **_LLAMA_3_2},
+        head_dim=128,
+        rope=_LLAMA_3_2,
+        **_LLAMA_3,
     ),
     dict(
         preset="llama3.1-8b",
@@ -117,7 +120,9 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=8,
         ffn_dim=14_336,
         tie_embeddings=False,
-        **{**_LLAMA_3, **_LLAMA_3_1},
+        head_dim=128,
+        rope=_LLAMA_3_1,
+        **_LLAMA_3,
     ),
     dict(preset="llama3.1-70b", **_LLAMA_70B),
     dict(preset="llama3.3-70b", **_LLAMA_70B),  # meta-llama/Llama-3.3-70B-Instruct
@@ -172,7 +177,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         ffn_dim=12_288,
         tie_embeddings=False,
         norm_epsilon=1e-6,
-        rope_theta=1_000_000.0,
+        rope=dict(theta=1_000_000.0),
         **FAMILIES["qwen3"].settings,
     ),
     dict(
@@ -188,7 +193,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         experts=dict(num_experts=128, experts_per_token=8, ffn_dim=768, renormalize=True),
         tie_embeddings=False,
         norm_epsilon=1e-6,
-        rope_theta=1_000_000.0,
+        rope=dict(theta=1_000_000.0),
         **FAMILIES["qwen3_moe"].settings,
     ),
     dict(
@@ -207,15 +212,17 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         attention_out_bias=True,
         layer_kinds=("sliding", "full"),
         window=128,
-        sliding_rope_theta=150_000.0,
-        sliding_rope_scaling=True,
         tie_embeddings=False,
         norm_epsilon=1e-5,
-        rope_theta=150_000.0,
-        rope_scaling="yarn",
-        rope_scaling_factor=32.0,
-        rope_scaling_original_tokens=4096,
-        rope_scaling_truncate=False,
+        rope=dict(
+            theta=150_000.0,
+            sliding_theta=150_000.0,
+            sliding_scaling=True,
+            scaling="yarn",
+            factor=32.0,
+            original_tokens=4096,
+            truncate=False,
+        ),
         **FAMILIES["gpt_oss"].settings,
     ),
     dict(
@@ -228,15 +235,17 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=16,
         ffn_dim=10_944,
         head_dim=192,
-        rope_fraction=64 / 192,
         latent=dict(rank=512, value_dim=128, interleaved=True),
         experts=dict(num_experts=64, experts_per_token=6, ffn_dim=1408, shared_ffn_dim=2816),
-        rope_theta=10_000.0,
-        rope_scaling="yarn",
-        rope_scaling_factor=40.0,
-        rope_scaling_original_tokens=4096,
-        rope_scaling_attention_factor=1.0,
-        rope_scaling_query_mscale=0.707,
+        rope=dict(
+            theta=10_000.0,
+            fraction=64 / 192,
+            scaling="yarn",
+            factor=40.0,
+            original_tokens=4096,
+            attention_factor=1.0,
+            query_mscale=0.707,
+        ),
         norm_epsilon=1e-6,
         **_LATENT,
         **FAMILIES["deepseek_v2"].settings,
@@ -252,7 +261,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=20,
         ffn_dim=10_240,
         head_dim=256,
-        rope_fraction=64 / 256,
         latent=dict(rank=512, query_rank=768, value_dim=256, interleaved=True),
         experts=dict(
             num_experts=64,
@@ -262,7 +270,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
             renormalize=True,
             scale=1.8,
         ),
-        rope_theta=1_000_000.0,
+        rope=dict(theta=1_000_000.0, fraction=64 / 256),
         norm_epsilon=1e-5,
         **_LATENT,
         **FAMILIES["glm4_moe_lite"].settings,
@@ -292,7 +300,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
             renormalize=True,
             scale=2.5,
         ),
-        rope_theta=10_000.0,  # without layers that it rotates
         norm_epsilon=1e-5,
         tie_embeddings=False,
         **FAMILIES["nemotron_h"].settings,
@@ -308,7 +315,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=32,
         ffn_dim=9216,
         head_dim=192,
-        rope_fraction=64 / 192,
+        rope=dict(fraction=64 / 192),  # without layers that it rotates
         latent=dict(rank=512, value_dim=128),
         **_layers(
             "kimi_linear",
@@ -325,7 +332,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
             renormalize=True,
             scale=2.446,
         ),
-        rope_theta=10_000.0,  # without layers that it rotates
         norm_epsilon=1e-5,
         tie_embeddings=False,
         **FAMILIES["kimi_linear"].settings,
@@ -372,7 +378,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         norm_epsilon=1e-6,
         layer_kinds=(*["gated_delta_net"] * 3, "nope"),
         delta_net=dict(key_heads=30, value_heads=30, key_dim=96, value_dim=192, conv_taps=4),
-        rope_theta=10_000.0,
         **FAMILIES["olmo_hybrid"].settings,
     ),
     dict(
@@ -386,7 +391,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         ffn_dim=14_336,
         tie_embeddings=False,
         norm_epsilon=1e-5,
-        rope_theta=1_000_000.0,
+        rope=dict(theta=1_000_000.0),
     ),
     dict(
         preset="gemma3-12b",  # without the vision encoder
@@ -402,10 +407,7 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         query_scale_dim=256,
         layer_kinds=_GEMMA3_GROUP,
         window=1024,
-        sliding_rope_theta=10_000.0,
-        rope_theta=1_000_000.0,
-        rope_scaling="linear",
-        rope_scaling_factor=8.0,
+        rope=dict(theta=1_000_000.0, scaling="linear", factor=8.0),
         **FAMILIES["gemma3_text"].settings,
     ),
     dict(

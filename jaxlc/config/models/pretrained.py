@@ -274,7 +274,7 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
         name, field = path.partition(".")[0], path.rpartition(".")[2]
         known = stored.get(path, defaults.get(field) if name == "kinds" else value)
         is_larger = name == "vocab_size" and value > known
-        if name not in CHANGEABLE_SETTINGS and known != value and not is_larger:
+        if path not in CHANGEABLE_SETTINGS and known != value and not is_larger:
             problems.append(
                 f"config.model.{path}={setting_text(value)} contradicts {pretrained.init_from}, which has"
                 f" {setting_text(known)}: remove that setting, or use --config.model.{path}={setting_text(known)}"
@@ -307,29 +307,29 @@ def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
     """The longest sequence in tokens for which the weights and the RoPE of `model` are meant; None: unlimited, unknown.
 
     It is the length of the base model (max_position_embeddings of its config.json, or data.seq_len of a run), times the
-    scaling that the settings add. It is unknown with another rope_theta, which extends the context as well, and without
+    scaling that the settings add. It is unknown with another rope.theta, which extends the context as well, and without
     layers of kind full there is no limit.
 
     Args:
       trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of model.init_from.
     """
-    if scaled_kinds().isdisjoint(model.attentions) or model.rope_scaling == "dynamic_ntk":
+    if scaled_kinds().isdisjoint(model.attentions) or model.rope.scaling == "dynamic_ntk":
         return None
     if not model.init_from:
         return trained_tokens or None
     base = _base_of(model)
-    if base is None or model.rope_theta != base[0]["rope_theta"]:
+    if base is None or model.rope.theta != base[0]["rope.theta"]:
         return None
     settings, length = base
-    factor = settings["rope_scaling_factor"]
-    original = settings["rope_scaling_original_tokens"] or length / factor
-    is_same = model.rope_scaling == settings["rope_scaling"]
-    if model.rope_scaling == "none":
+    factor = settings["rope.factor"]
+    original = settings["rope.original_tokens"] or length / factor
+    is_same = model.rope.scaling == settings["rope.scaling"]
+    if model.rope.scaling == "none":
         reached = length if is_same else original
     else:
-        reached = model.rope_scaling_factor * (model.rope_scaling_original_tokens or original)
+        reached = model.rope.factor * (model.rope.original_tokens or original)
         if is_same:
-            reached = max(reached, length * model.rope_scaling_factor / factor)
+            reached = max(reached, length * model.rope.factor / factor)
     return max(trained_tokens, int(reached))
 
 
@@ -366,14 +366,14 @@ def context_warning(
 
 def _extending_settings(model: ModelConfig, context: int, num_tokens: int) -> dict[str, Any]:
     """Settings of the model whose context is at least `num_tokens`: a larger factor, or YaRN."""
-    if model.rope_scaling in _BY_FACTOR:
-        return dict(rope_scaling_factor=math.ceil(model.rope_scaling_factor * num_tokens / context))
-    original = model.rope_scaling_original_tokens or context
-    return dict(
-        rope_scaling="yarn",
-        rope_scaling_factor=math.ceil(num_tokens / original),
-        rope_scaling_original_tokens=original,
-    )
+    if model.rope.scaling in _BY_FACTOR:
+        return {"rope.factor": math.ceil(model.rope.factor * num_tokens / context)}
+    original = model.rope.original_tokens or context
+    return {
+        "rope.scaling": "yarn",
+        "rope.factor": math.ceil(num_tokens / original),
+        "rope.original_tokens": original,
+    }
 
 
 def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:

@@ -26,7 +26,7 @@ _QUERY_BETA, _QUERY_MSCALE = "llama_4_scaling_beta", "mscale_all_dim"
 _THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
 ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
-_TYPES = {  # rope_type -> model.rope_scaling
+_TYPES = {  # rope_type -> model.rope.scaling
     "default": "none",
     "linear": "linear",
     "dynamic": "dynamic_ntk",
@@ -34,7 +34,7 @@ _TYPES = {  # rope_type -> model.rope_scaling
     "longrope": "longrope",
     "llama3": "llama3",
 }
-_PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
+_PARAMETERS = {  # key in rope_scaling -> setting of model.rope
     "factor": "factor",
     _ORIGINAL: "original_tokens",
     "low_freq_factor": "low_freq_factor",
@@ -66,7 +66,7 @@ def rope_settings(
     """
     if _has_no_rope(kinds):  # these have no effect
         theta = float(config.get(_THETA) or _theta({}, family))
-        return {**DEFAULTS, "rope_theta": theta, "rope_fraction": 1.0, "rope_scaling": "none"}
+        return {**DEFAULTS, "rope.theta": theta, "rope.fraction": 1.0, "rope.scaling": "none"}
     if _ORIGINAL in family.defaults:
         config = {_ORIGINAL: family.defaults[_ORIGINAL], **config}
     if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only
@@ -74,9 +74,9 @@ def rope_settings(
     old = config.get(_SCALING)
     new = config.get("rope_parameters") or (not old and family.defaults.get("rope_parameters"))
     settings = _settings(new or old or {}, config, where, family)
-    stated = dict(rope_theta=config.get(_THETA), sliding_rope_theta=config.get(_LOCAL_THETA))
+    stated = {"rope.theta": config.get(_THETA), "rope.sliding_theta": config.get(_LOCAL_THETA)}
     if new and old:
-        stated |= _one_rope({_THETA: settings["rope_theta"], **old}, config, where, family)
+        stated |= _one_rope({_THETA: settings["rope.theta"], **old}, config, where, family)
     wrong = next(
         (name for name, value in stated.items() if value is not None and value != settings[name]),
         None,
@@ -88,7 +88,9 @@ def rope_settings(
             if config.get(name)
         }
         differ = " and ".join(f"{name}={value}" for name, value in fields.items())
-        raise UserError(f"{where} has {differ}, which differ in {wrong}; remove the wrong ones")
+        raise UserError(
+            f"{where} has {differ}, which differ in model.{wrong}; remove the wrong ones"
+        )
     settings = _of_kinds(settings, where, family, kinds)
     return {name: value for name, value in settings.items() if name not in family.varying}
 
@@ -106,27 +108,27 @@ def rope_fields(
     if _has_no_rope(model.attentions):
         return dict(rope_parameters=dict(rope_type="default", rope_theta=None))
     _check_family(model, family)
-    theta, scaling = model.rope_theta, _scaling_of(model, family)
-    if model.rope_scaling == "ntk":
+    theta, scaling = model.rope.theta, _scaling_of(model, family)
+    if model.rope.scaling == "ntk":
         dim = model.rotated_dim
-        theta *= model.rope_scaling_factor ** (dim / (dim - 2))
+        theta *= model.rope.factor ** (dim / (dim - 2))
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
-    if model.rope_scaling == "longrope":  # read by transformers 4
-        old[_ORIGINAL] = model.rope_scaling_original_tokens
+    if model.rope.scaling == "longrope":  # read by transformers 4
+        old[_ORIGINAL] = model.rope.original_tokens
     before = (base or {}).get("rope_parameters") or (base or {}).get(_SCALING) or {}
     kept = {name: value for name, value in before.items() if name in family.irrelevant}
     full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta} | kept
     if _PARTIAL in family.defaults:
-        old[_PARTIAL] = full[_PARTIAL] = model.rope_fraction
+        old[_PARTIAL] = full[_PARTIAL] = model.rope.fraction
     if _ROTATED in family.defaults:
         old[_ROTATED] = model.rotated_dim
     if not family.rope_by_layer_type:
         return old | dict(rope_parameters=full)
-    sliding = dict(rope_type="default", rope_theta=model.sliding_rope_theta)
+    sliding = dict(rope_type="default", rope_theta=model.rope.sliding_theta)
     new = dict(rope_parameters=dict(full_attention=full, sliding_attention=sliding))
     if "rope_local_base_freq" in family.defaults:
-        return old | dict(rope_local_base_freq=model.sliding_rope_theta) | new
-    return old | new if model.sliding_rope_theta == theta else new
+        return old | dict(rope_local_base_freq=model.rope.sliding_theta) | new
+    return old | new if model.rope.sliding_theta == theta else new
 
 
 def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
@@ -141,10 +143,10 @@ def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
       seq_len: the longest sequences of training.
       base: the value for the model that training started from, or 0.
     """
-    if model.rope_scaling == "dynamic_ntk":
-        return model.rope_scaling_original_tokens
-    is_yarn = model.rope_scaling == "yarn"
-    scaled = round(model.rope_scaling_factor * model.rope_scaling_original_tokens) if is_yarn else 0
+    if model.rope.scaling == "dynamic_ntk":
+        return model.rope.original_tokens
+    is_yarn = model.rope.scaling == "yarn"
+    scaled = round(model.rope.factor * model.rope.original_tokens) if is_yarn else 0
     return max(seq_len, base, scaled)
 
 
@@ -179,15 +181,15 @@ def _settings(
         full, sliding = (parameters.get(name) or {} for name in known)
     settings = _one_rope({_THETA: theta, **full}, config, where, family)
     if not family.rope_by_layer_type:
-        return settings | dict(sliding_rope_theta=settings["rope_theta"])
+        return settings | {"rope.sliding_theta": settings["rope.theta"]}
     if local is None:
-        local = theta if nested else settings["rope_theta"]
+        local = theta if nested else settings["rope.theta"]
     own = _one_rope({_THETA: local, **sliding}, config, where, family)
-    if own["rope_scaling"] != "none":
+    if own["rope.scaling"] != "none":
         raise Unsupported(
             f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported"
         )
-    return settings | dict(sliding_rope_theta=own["rope_theta"])
+    return settings | {"rope.sliding_theta": own["rope.theta"]}
 
 
 def _of_kinds(
@@ -195,19 +197,19 @@ def _of_kinds(
 ) -> dict[str, Any]:
     """`settings`, with those of sliding layers if there are any."""
     if "sliding" not in kinds:
-        return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
-    if family.rope_by_layer_type and not settings["rope_scaling_truncate"]:
+        return {name: value for name, value in settings.items() if name != "rope.sliding_theta"}
+    if family.rope_by_layer_type and not settings["rope.truncate"]:
         raise Unsupported(
             f"unsupported: {where} has truncate=false, which transformers ignores in this model_type"
         )
-    scales_sliding = not family.rope_by_layer_type and settings["rope_scaling"] != "none"
-    return settings | dict(sliding_rope_scaling=scales_sliding)
+    scales_sliding = not family.rope_by_layer_type and settings["rope.scaling"] != "none"
+    return settings | {"rope.sliding_scaling": scales_sliding}
 
 
 def _one_rope(
     parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family
 ) -> dict[str, Any]:
-    """The settings rope_... that one dict of parameters gives; `type` is the older name of
+    """The settings of model.rope that one dict of parameters gives; `type` is the older name of
     `rope_type`.
     """
     old_type = parameters.pop("type", "default")
@@ -233,9 +235,9 @@ def _one_rope(
     scaling = _TYPES[rope_type]
     settings = {
         **DEFAULTS,
-        "rope_theta": float(theta),
-        "rope_fraction": float(fraction),
-        "rope_scaling": scaling,
+        "rope.theta": float(theta),
+        "rope.fraction": float(fraction),
+        "rope.scaling": scaling,
     }
     names = _names_of(rope_type)
     values = _values(names, parameters, rope_type, config)
@@ -245,7 +247,7 @@ def _one_rope(
             values[_QUERY_MSCALE] = None
     for name, parameter in names.items():
         if values[name] is not None:
-            settings[f"rope_scaling_{parameter}"] = _converted(parameter, values[name])
+            settings[f"rope.{parameter}"] = _converted(parameter, values[name])
         elif name not in _OPTIONAL:
             raise UserError(f"{where} has RoPE of type {rope_type} without {name}; add it")
     unknown = sorted(
@@ -256,15 +258,15 @@ def _one_rope(
             f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]} for type"
             f" {rope_type}"
         )
-    if settings["rope_scaling_query_beta"] and _QUERY_BETA not in family.defaults:
+    if settings["rope.query_beta"] and _QUERY_BETA not in family.defaults:
         raise Unsupported(
-            f"unsupported: {where} has {_QUERY_BETA}={settings['rope_scaling_query_beta']}, which transformers ignores"
+            f"unsupported: {where} has {_QUERY_BETA}={settings['rope.query_beta']}, which transformers ignores"
             f" in models of type {family.model_type}"
         )
     is_unscaled = (
-        settings["rope_scaling_factor"] == 1
-        and settings["rope_scaling_attention_factor"] in (0, 1)
-        and not settings["rope_scaling_query_beta"]
+        settings["rope.factor"] == 1
+        and settings["rope.attention_factor"] in (0, 1)
+        and not settings["rope.query_beta"]
     )
     return settings | DEFAULTS if scaling in NO_EFFECT_AT_1 and is_unscaled else settings
 
@@ -305,7 +307,7 @@ def _values(
 
 
 def _converted(parameter: str, value: Any) -> Any:
-    default = DEFAULTS[f"rope_scaling_{parameter}"]
+    default = DEFAULTS[f"rope.{parameter}"]
     return tuple(map(float, value)) if isinstance(default, tuple) else type(default)(value)
 
 
@@ -322,59 +324,58 @@ def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:
-    if model.rope_scaling not in (family.rope_scalings or (model.rope_scaling,)):
+    if model.rope.scaling not in (family.rope_scalings or (model.rope.scaling,)):
         raise Unsupported(
-            f"unsupported: export with config.model.rope_scaling={model.rope_scaling!r} of a model of type"
+            f"unsupported: export with config.model.rope.scaling={model.rope.scaling!r} of a model of type"
             f" {family.model_type} (supported: {', '.join(family.rope_scalings)})"
         )
-    has_fraction = _PARTIAL in family.defaults or "rope_fraction" in family.varying
-    if model.rope_fraction != 1 and not has_fraction:
+    has_fraction = _PARTIAL in family.defaults or "rope.fraction" in family.varying
+    if model.rope.fraction != 1 and not has_fraction:
         raise Unsupported(
-            f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"
+            f"unsupported: export with config.model.rope.fraction={model.rope.fraction}, which transformers ignores in"
             f" models of type {family.model_type}"
         )
-    scales_queries, needed = model.rope_scaling_query_beta, _QUERY_BETA in family.defaults
-    if (scales_queries and not needed) or (needed and model.rope_scaling != "yarn"):
+    scales_queries, needed = model.rope.query_beta, _QUERY_BETA in family.defaults
+    if (scales_queries and not needed) or (needed and model.rope.scaling != "yarn"):
         raise Unsupported(
-            f"unsupported: export with config.model.rope_scaling={model.rope_scaling} and rope_scaling_query_beta="
+            f"unsupported: export with config.model.rope.scaling={model.rope.scaling} and rope.query_beta="
             f"{scales_queries} of a model of type {family.model_type}, which {'needs yarn' if needed else 'needs 0'}"
         )
-    if model.rope_scaling_query_mscale and _QUERY_MSCALE not in family.defaults:
+    if model.rope.query_mscale and _QUERY_MSCALE not in family.defaults:
         raise Unsupported(
-            f"unsupported: export with config.model.rope_scaling_query_mscale={model.rope_scaling_query_mscale}, which"
+            f"unsupported: export with config.model.rope.query_mscale={model.rope.query_mscale}, which"
             f" transformers ignores in models of type {family.model_type}"
         )
     if family.rope_by_layer_type:
-        if not model.rope_scaling_truncate:
+        if not model.rope.truncate:
             raise Unsupported(
-                "unsupported: export with config.model.rope_scaling_truncate=False, which transformers ignores in"
+                "unsupported: export with config.model.rope.truncate=False, which transformers ignores in"
                 f" models of type {family.model_type}"
             )
-        if model.sliding_rope_scaling:
+        if model.rope.sliding_scaling:
             raise Unsupported(
-                "unsupported: export with config.model.sliding_rope_scaling=True of a model of type"
+                "unsupported: export with config.model.rope.sliding_scaling=True of a model of type"
                 f" {family.model_type} (supported: False)"
             )
     elif "sliding" in model.attentions and (
-        model.sliding_rope_scaling != (model.rope_scaling != "none")
-        or model.sliding_rope_theta != model.rope_theta
+        model.rope.sliding_scaling != (model.rope.scaling != "none")
+        or model.rope.sliding_theta != model.rope.theta
     ):
         raise Unsupported(
             f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"
-            " full ones; use the same rope_theta and sliding_rope_theta, and sliding_rope_scaling with rope_scaling"
+            " full ones; use the same rope.theta and rope.sliding_theta, and rope.sliding_scaling with rope.scaling"
         )
 
 
 def _scaling_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
-    """The dict rope_scaling; None without scaling, and for NTK, which is another rope_theta."""
-    if model.rope_scaling in ("none", "ntk"):
+    """The dict rope_scaling; None without scaling, and for NTK, which is another base."""
+    if model.rope.scaling in ("none", "ntk"):
         return None
-    rope_type = next(name for name, scaling in _TYPES.items() if scaling == model.rope_scaling)
+    rope_type = next(name for name, scaling in _TYPES.items() if scaling == model.rope.scaling)
     scaling: dict[str, Any] = {"rope_type": rope_type}
     for name, parameter in _names_of(rope_type).items():
-        setting = f"rope_scaling_{parameter}"
-        value = getattr(model, setting)
-        is_default = name in _OPTIONAL and value == DEFAULTS[setting]
+        value = getattr(model.rope, parameter)
+        is_default = name in _OPTIONAL and value == DEFAULTS[f"rope.{parameter}"]
         if name != _LONGEST and (not is_default or name in family.defaults):
             scaling[name] = list(value) if isinstance(value, tuple) else value
     if rope_type == "longrope":

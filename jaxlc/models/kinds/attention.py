@@ -72,9 +72,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         # Attention divides its logits by sqrt(head_dim).
         scale_dim = model.query_scale_dim or model.head_dim
         self.query_multiplier = (model.head_dim / scale_dim) ** 0.5
-        self.query_scale = (
-            functools.partial(query_scale, model) if model.rope_scaling_query_beta else None
-        )
+        self.query_scale = functools.partial(query_scale, model) if model.rope.query_beta else None
 
     def operands(
         self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder

@@ -88,20 +88,20 @@ def _model_lines(step: TrainStep) -> list[str]:
 
 
 def _rope_text(model: ModelConfig) -> str:
-    if model.rope_scaling == "none":
+    if model.rope.scaling == "none":
         scaling = "not scaled"
     else:
-        original = model.rope_scaling_original_tokens
-        scaling = f"{model.rope_scaling}, factor {model.rope_scaling_factor:g}"
+        original = model.rope.original_tokens
+        scaling = f"{model.rope.scaling}, factor {model.rope.factor:g}"
         scaling += f" from {original:,} tokens" if original else ""
     sliding = (
-        f", {model.sliding_rope_theta:,.0f} in sliding layers"
+        f", {model.rope.sliding_theta:,.0f} in sliding layers"
         if "sliding" in model.attentions
         else ""
     )
     context = context_tokens(model)
     base = f"; context of the model: {context:,} tokens" if context else ""
-    return f"{scaling}; theta {model.rope_theta:,.0f}{sliding}{base}"
+    return f"{scaling}; theta {model.rope.theta:,.0f}{sliding}{base}"
 
 
 def _optimizer_line(step: TrainStep) -> str:

@@ -129,7 +129,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Values of model.rope_scaling that transformers computes in this family; empty: all.
+    # Values of model.rope.scaling that transformers computes in this family; empty: all.
     rope_scalings: tuple[str, ...] = ()
     # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
     # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
@@ -253,9 +253,7 @@ class Family:
             model.query_scale_dim in (0, model.head_dim)
             or "query_scale_dim" in self.fields.values()
         )
-        has_query_scale = not model.rope_scaling_query_beta or (
-            "llama_4_scaling_beta" in self.defaults
-        )
+        has_query_scale = not model.rope.query_beta or ("llama_4_scaling_beta" in self.defaults)
         has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {
             *self.fields.values(),
             *self.varying,
@@ -270,9 +268,9 @@ class Family:
             )
             has_kinds = [*written] == [*model.kinds_of_layers]
         has_blocks = model.default_feed_forward in (self.feed_forward_tensors or ("dense",))
-        sliding_rope = model.sliding_rope_theta, model.sliding_rope_scaling
+        sliding_rope = model.rope.sliding_theta, model.rope.sliding_scaling
         has_rope = self.rope_by_layer_type or "sliding" not in model.attentions
-        has_rope = has_rope or sliding_rope == (model.rope_theta, model.rope_scaling != "none")
+        has_rope = has_rope or sliding_rope == (model.rope.theta, model.rope.scaling != "none")
         has_scale = has_scale and has_query_scale and has_rope
         return has_settings and has_scale and has_kinds and has_blocks and has_shared
 

@@ -41,7 +41,7 @@ def _read_settings(config: Fields) -> dict[str, Any]:
     head_dim = own_dim + rotated_dim
     return {
         "head_dim": head_dim,
-        "rope_fraction": rotated_dim / (head_dim or 1),
+        "rope.fraction": rotated_dim / (head_dim or 1),
         "latent.query_rank": config["q_lora_rank"] or 0,
         "latent.interleaved": bool(config.get("rope_interleave", True)),
         "experts.groups": config["n_group"] or 1,
@@ -87,7 +87,7 @@ DEEPSEEK_V3 = Family(
     write_settings=_write_settings,
     varying=frozenset(
         {
-            *("head_dim", "rope_fraction", "latent.query_rank", "latent.interleaved"),
+            *("head_dim", "rope.fraction", "latent.query_rank", "latent.interleaved"),
             *("experts.groups", "experts.groups_per_token", "experts.shared_ffn_dim"),
         }
     ),
