@@ -165,7 +165,10 @@ use config.runtime.start_timeout_seconds, computed as 60 x the minutes <- distri
 use config.runtime.topology <- compile_topology gpu_type
 use config.runtime.deterministic <- full_determinism use_deterministic_algorithms deterministic_mode
 use config.posttrain.loss <- loss_type rl rl_algorithm preference_loss adv_estimator policy_loss_type
-use config.posttrain.beta <- dpo_beta rl_beta kl_beta
+use config.posttrain.beta <- dpo_beta rl_beta kl_beta kto_beta simpo_beta
+use config.posttrain.target_margin <- simpo_gamma
+use config.posttrain.desirable_weight <- kto_chosen_weight
+use config.posttrain.undesirable_weight <- kto_rejected_weight
 use config.posttrain.kl <- kl_coef kl_coeff kl_loss_coef init_kl_coef kl_penalty
 use config.posttrain.clip_low <- posttrain.epsilon cliprange clip_ratio clip_ratio_low clip_eps cliprange_low
     epsilon_low
@@ -277,10 +280,11 @@ query, key, value <- qkv_proj linear_qkv
 mlp_gate, mlp_up <- linear_fc1 gate_up_proj
 query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down, the default <- all-linear all_linear all
 grpo with config.posttrain.ratio=sequence <- gspo
+simpo or dpo, since ORPO is unsupported <- orpo
 """
 # Values that are none of the valid ones, although some are spelled alike.
 _WITHOUT_EQUIVALENT = """
-orpo kto simpo ipo cpo ppo rloo bco gkd cosine_with_restarts polynomial inverse_sqrt relu relu2 gelu int8
+ipo cpo ppo rloo bco gkd cosine_with_restarts polynomial inverse_sqrt relu relu2 gelu int8
 """
 
 

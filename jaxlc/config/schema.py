@@ -20,6 +20,7 @@ from jaxlc.config.ranges import (
     FromMinus1,
     ZeroOrAbove1,
 )
+from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.config.values import Levels, Tokens
 
 
@@ -520,11 +521,15 @@ class DataConfig:
 class PosttrainConfig:
     """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
 
-    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. grpo: the clipped
-    # policy gradient; the mean over answers of the mean over their tokens. dapo: the mean over all tokens of the step.
+    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. simpo: the same of
+    # mean log-probabilities, without a reference. kto: on labeled answers, against the KL divergence of mismatched
+    # answers; apo_zero_unpaired: without the divergence. grpo: the clipped policy gradient; the mean over answers of
+    # the mean over their tokens. dapo: the mean over all tokens of the step.
     # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers. cispo: as dapo, but the
     # ratio is limited at 1 + clip_high and has no gradient; it weighs the gradient of the log-probability.
-    loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo", "cispo"] = ""
+    loss: Literal[
+        "", "dpo", "simpo", "kto", "apo_zero_unpaired", "grpo", "dapo", "dr_grpo", "cispo"
+    ] = ""
     clip_low: From0Below1[float] = 0.2  # policy losses: ratios are clipped at 1 - clip_low
     clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
     # grpo, dapo, dr_grpo: the largest ratio also where the advantage is negative (two-sided clipping); 0: no limit
@@ -532,10 +537,11 @@ class PosttrainConfig:
     # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
     ratio: Literal["token", "sequence"] = "token"
     kl: float = 0.0  # policy losses: weight of the KL divergence from the reference (k3)
-    # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
-    # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
-    # model: that of reference_model, whose weights are in pinned host memory; one more forward pass.
-    reference: Literal["record", "base", "model"] = "record"
+    # the reference model of dpo, kto, apo_zero_unpaired and kl. record: its log-probabilities are in the field
+    # reference_log_probs of the records. base: the model without the adapters of LoRA, which takes one more forward
+    # pass, but no other weights. model: that of reference_model, whose weights are in pinned host memory; one more
+    # forward pass. auto: record if data.traces have the field, else base with LoRA, else model.
+    reference: Literal["auto", "record", "base", "model"] = "auto"
     # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
     # settings. Empty: model.init_from.
     reference_model: str = ""
@@ -561,9 +567,13 @@ class PosttrainConfig:
     # policy losses: groups whose advantages are all 0, such as of equal rewards, are packed (keep) or not (drop)
     no_advantage: Literal["drop", "keep"] = "drop"
     max_answer_tokens: int = 0  # dr_grpo: the constant length
-    beta: Above0[float] = 0.1  # dpo: inverse temperature of the implicit reward
-    # dpo: probability that a pair is labeled the wrong way round
+    beta: Above0[float] = 0.1  # preference losses: inverse temperature of the implicit reward
+    # dpo, simpo: probability that a pair is labeled the wrong way round
     label_smoothing: From0Below1[float] = 0.0
+    target_margin: float = 0.5  # simpo: of the implicit rewards of the two answers (gamma)
+    # kto, apo_zero_unpaired: weights of the losses of answers whose label is true, and false
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
     # logits are divided by it before log-probabilities are computed, as in sampling
     temperature: Above0[float] = 1.0
     # tokens go to the experts that the sampler chose, which the records have in the field routed_experts. The weights
@@ -571,9 +581,24 @@ class PosttrainConfig:
     replay_routing: bool = False
 
     @property
+    def is_pairwise(self) -> bool:
+        """Whether the loss is of pairs of a chosen and a rejected answer."""
+        return self.loss in ("dpo", "simpo")
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether the loss is of answers with a label."""
+        return self.loss in ("kto", "apo_zero_unpaired")
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the loss is of answers with an advantage."""
+        return bool(self.loss) and not (self.is_pairwise or self.is_labeled)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the loss needs the log-probabilities of a reference model."""
-        return self.loss == "dpo" or bool(self.loss and self.kl)
+        return self.loss == "dpo" or self.is_labeled or bool(self.loss and self.kl)
 
     @property
     def uses_sampled(self) -> bool:
@@ -582,48 +607,17 @@ class PosttrainConfig:
         return are_old or self.importance_weights or self.off_policy_mask_threshold > 0
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether batches have the log-probabilities of the reference; of auto, see
+        `traces.with_reference`.
+        """
+        is_recorded = self.reference in ("auto", "record") and self.loss != "kto"
+        return self.uses_reference and is_recorded
+
+    @property
     def uses_reference_model(self) -> bool:
         """Whether the loss needs the weights of a reference model of its own."""
         return self.uses_reference and self.reference == "model"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutsConfig:
-    """Traces that are made while training: a file for each step; docs/post_training.md."""
-
-    # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
-    # the format of data.traces, for which training waits. Empty: no rollouts.
-    source: Literal["", "model", "files"] = ""
-    # of the files STEP.jsonl, the first of which is 1.jsonl; with posttrain.replay_routing, STEP.parquet. Empty:
-    # WORKDIR/rollouts
-    directory: str = ""
-    # files: the run ends if a file does not appear in this time; 0: no limit
-    wait_seconds: float = 0.0
-    # model: files with the field prompt (text, a list of messages, or token ids), and others for
-    # the reward.
-    prompts: tuple[str, ...] = ()
-    # model: as prompts, whose answers are rewarded every train.eval_every_steps for evaluation only. Empty: none
-    eval_prompts: tuple[str, ...] = ()
-    # model: each step uses other prompts, in an order that depends on data.seed
-    prompts_per_step: From1[int] = 8
-    answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature
-    max_tokens: From1[int] = 256  # model: longer answers are truncated
-    # model: most groups without an advantage that other prompts replace in each step (dynamic sampling, DAPO)
-    max_replacements: int = 0
-    # model: sample from the smallest set of tokens with at least this probability
-    top_p: Above0UpTo1[float] = 1.0
-    # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
-    # record of the prompt; it returns a number.
-    reward: str = ""
-    # model: the run ends if a call of the reward takes longer; 0: no limit
-    reward_seconds: float = 60.0
-    # files: traces with more training steps than this between policy_step and their use are left out. -1: no limit
-    max_policy_age: FromMinus1[int] = -1
-    # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the
-    # program that makes the rollouts; a multiple of train.checkpoint_every_steps. 0: none.
-    export_every_steps: int = 0
-    # called with the directory after each export; its failure ends the run
-    export_command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -9,7 +9,7 @@ from jaxlc.data.sequences.source import Batches, DataSource, Inputs
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.posttrain.rollouts import Rollouts
-from jaxlc.posttrain.traces import Traces
+from jaxlc.posttrain.traces import Traces, with_reference
 
 
 def open(  # noqa: A001
@@ -28,7 +28,7 @@ def open(  # noqa: A001
     Raises:
       UserError: the data cannot be read, or does not match the config.
     """
-    kind = _kind(config, batches, eval_batches)
+    config, kind = with_reference(config), _kind(config, batches, eval_batches)
     # Batches have their own tokens, so that any tokenizer may decode them.
     is_matching = is_trained and kind is not OwnBatches
     tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)

@@ -26,6 +26,7 @@ from jaxlc.plan import report
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels
 from jaxlc.plan.report import PlanRecord, ReferencePass, verdict
+from jaxlc.posttrain.traces import with_reference
 from jaxlc.simulate.interval import range_text, seconds_text, two_digits
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
@@ -202,7 +203,7 @@ def plan_step(
       UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
         compiler did not use, arrays too large for the compiler.
     """
-    config = on_gpus(config, gpus)
+    config = with_reference(on_gpus(config, gpus))
     step = build_step(config, make_mesh(gpus, config.mesh))
     documents = read_documents(config, document_lengths) if document_lengths else None
     # unsupported ones are reported before the compiler starts

@@ -7,6 +7,9 @@ to each log-probability. So the chunked cross entropy of `step.loss` computes it
 over the head that returns the log-probabilities.
 
     dpo      Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing: Mitchell 2023 (cDPO)
+    simpo    Meng et al. 2024, arXiv:2405.14734, equation 6
+    kto      Ethayarajh et al. 2024, arXiv:2402.01306, equation 8; the mismatched answers: `trees.labeled_steps`
+    apo_zero_unpaired     D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7, of one answer
     grpo     Shao et al. 2024, arXiv:2402.03300, equation 3; the KL divergence is its equation 4 (k3)
     dapo     Yu et al. 2025, arXiv:2503.14476, equation 8: clip-higher, mean over tokens
     dr_grpo  Liu et al. 2025, arXiv:2503.20783: sums over tokens, divided by a constant
@@ -39,14 +42,15 @@ PolicyLoss = Callable[[jax.Array, Batch], jax.Array]
 
 
 class PolicySums(NamedTuple):
-    """Sums over the tokens (dpo: the pairs) of a microbatch, float32; None if the loss has none.
-    See `means`.
+    """Sums over the tokens of a microbatch (preference losses: the pairs, or the labeled answers),
+    float32; None if the loss has none. See `means`.
     """
 
     loss: jax.Array
     ratio: jax.Array | None = None  # of new to old probabilities
     clipped: jax.Array | None = None  # tokens whose gradient is clipped
-    kl: jax.Array | None = None  # k3 estimate of the divergence from the reference
+    # k3 estimate of the divergence from the reference; kto: its estimate from mismatched answers
+    kl: jax.Array | None = None
     # Sampled minus old log-probability; NaN if a token of the step has no record.
     sampler_minus_trainer: jax.Array | None = None
     sampler_difference: jax.Array | None = None  # its magnitude
@@ -58,14 +62,16 @@ class PolicySums(NamedTuple):
     off_policy: jax.Array | None = None
     off_policy_answers: jax.Array | None = None
     entropy: jax.Array | None = None  # of the next token, in nats, at posttrain.temperature
-    margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
-    accuracy: jax.Array | None = None  # dpo: pairs whose margin is positive
+    # Of the implicit rewards of the two answers; of a labeled answer, its reward times 1 or -1
+    margin: jax.Array | None = None
+    # pairs whose margin is positive; labeled answers on the right side of the divergence
+    accuracy: jax.Array | None = None
 
 
 def means(sums: PolicySums, batch: Batch, settings: PosttrainConfig) -> PolicySums:
     """The means over a step of the sums over all its microbatches."""
     tokens = total = denominator(batch, settings)
-    if settings.loss != "dpo":
+    if settings.is_policy:
         tokens = batch.loss_weights.sum()
 
     def mean(name, x):
@@ -94,8 +100,10 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
     Args:
       batch: of any leading dimensions.
     """
-    if settings.loss == "dpo":
+    if settings.is_pairwise:
         return batch.answer_weights.sum() / 2
+    if settings.is_labeled:
+        return jnp.where(batch.advantages != 0, batch.answer_weights, 0).sum()
     if settings.loss in ("dapo", "cispo"):
         return batch.loss_weights.sum()
     answers = batch.answer_weights.sum()
@@ -107,6 +115,7 @@ def policy_sums(
     batch: Batch,
     settings: PosttrainConfig,
     custom: PolicyLoss | None = None,
+    kl: jax.Array | None = None,
 ) -> PolicySums:
     """The loss of a microbatch, from the log-probability of each target, float32 [sequences,
     tokens].
@@ -115,6 +124,7 @@ def policy_sums(
 
     Args:
       custom: a loss instead of the formula of posttrain.loss.
+      kl: of a step with kto, see `divergence`; None: that of the microbatch.
     Raises:
       UserError: it does not return a number.
     """
@@ -125,22 +135,61 @@ def policy_sums(
                 f"policy_loss returned {loss.shape}: expected the sum of the losses of the batch, a number"
             )
         return PolicySums(loss=loss)
-    loss = _preference_sums if settings.loss == "dpo" else _clipped_sums
+    if settings.is_labeled:
+        if settings.loss == "kto" and kl is None:
+            kl = divergence(mismatched_sums(jax.lax.stop_gradient(log_probs_BT), batch))
+        return _labeled_sums(log_probs_BT, batch, settings, jnp.float32(0) if kl is None else kl)
+    loss = _pair_sums if settings.is_pairwise else _clipped_sums
     return loss(log_probs_BT, batch, settings)
 
 
-def _preference_sums(
-    log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig
+def mismatched_sums(log_probs_BT: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The sum of the log-ratios of the mismatched answers of a microbatch, which have no loss, and
+    their number.
+    """
+    weights_BT = jnp.where(batch.loss_weights > 0, 0, batch.answer_weights)
+    log_ratios_BT = jnp.where(weights_BT > 0, log_probs_BT - batch.reference_log_probs, 0)
+    return log_ratios_BT.sum(), weights_BT.sum()
+
+
+def divergence(sums: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The estimate of the KL divergence from the reference, from `mismatched_sums`."""
+    total, num_answers = sums
+    return jnp.where(num_answers > 0, jnp.maximum(total / num_answers, 0), 0)
+
+
+def _labeled_sums(
+    log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig, kl: jax.Array
 ) -> PolicySums:
+    """Advantages are 1 for answers whose label is true, and -1 for others."""
+    log_ratios_BT = batch.loss_weights * (log_probs_BT - batch.reference_log_probs)
+    rewards_BA = settings.beta * _sums_by(batch.segment_ids, log_ratios_BT)
+    labels_BA = jnp.sign(_sums_by(batch.segment_ids, batch.answer_weights * batch.advantages))
+    gains_BA = labels_BA * (rewards_BA - settings.beta * kl)
+    weights_BA = jnp.where(labels_BA > 0, settings.desirable_weight, settings.undesirable_weight)
+    is_answer_BA = labels_BA != 0
+    return PolicySums(
+        loss=jnp.where(is_answer_BA, weights_BA * jax.nn.sigmoid(-gains_BA), 0).sum(),
+        kl=(kl * is_answer_BA).sum(),
+        margin=(labels_BA * rewards_BA).sum(),
+        accuracy=(gains_BA > 0).sum(dtype=jnp.float32),
+    )
+
+
+def _pair_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
     """A pair is the two answers of one prefix; advantages are 1 for the chosen one and -1 for the
     rejected one.
     """
-    rewards_BT = settings.beta * batch.loss_weights * (log_probs_BT - batch.reference_log_probs)
-    margins_BP = _sums_by(batch.prefix_ids[..., 0], batch.advantages * rewards_BT)
-    is_pair_BP = _sums_by(batch.prefix_ids[..., 0], batch.answer_weights) > 0
-    smoothing = settings.label_smoothing
-    losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(
-        -margins_BP
+    if settings.loss == "simpo":
+        scores_BT, target = batch.answer_weights * log_probs_BT, settings.target_margin
+    else:
+        scores_BT, target = batch.loss_weights * (log_probs_BT - batch.reference_log_probs), 0.0
+    ids_BT = batch.prefix_ids[..., 0]
+    margins_BP = _sums_by(ids_BT, batch.advantages * settings.beta * scores_BT)
+    is_pair_BP = _sums_by(ids_BT, batch.answer_weights) > 0
+    smoothing, gaps_BP = settings.label_smoothing, margins_BP - target
+    losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(gaps_BP) - smoothing * jax.nn.log_sigmoid(
+        -gaps_BP
     )
     return PolicySums(
         loss=jnp.where(is_pair_BP, losses_BP, 0).sum(),

@@ -19,6 +19,7 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
     trajectory            a string or number: traces of a group with equal ones are contexts of one trajectory, such as
                           before and after a summary. They may have other prompts, and share reward and advantage
     reward, advantage     a number; advantages are computed from the rewards of a group
+    label                 of kto: true if the answer is desirable, or false. A pair has an answer of each
     sampled_log_probs     a number for each token in the loss, in order: of the sampler
     old_log_probs         the same, of the trainer before its first update on the trace
     reference_log_probs   the same, of the reference model
@@ -68,7 +69,7 @@ from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # all that a record of traces may have
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "trajectory", "reward", "advantage",
-    "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step",
+    "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
@@ -88,6 +89,8 @@ class Trace:
     trajectory: str | None = None  # contexts of one trajectory have equal ones
     reward: float | None = None
     advantage: float | None = None
+    label: bool | None = None
+    has_loss: bool = True  # False: a mismatched answer, see `trees.labeled_steps`
     is_truncated: bool = False
     policy_step: int | None = None
     # float32 [n] by name, of LOG_PROBS; 0 for tokens that are not in the loss.
@@ -174,6 +177,7 @@ class TraceReader:
             is_sampled,
             group=f"pair {where}",
             advantage=advantage,
+            label=advantage == CHOSEN,
             is_truncated=bool(values.get("truncated", False)),
         )
 
@@ -344,7 +348,11 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise BadRecord(
             f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
         )
+    label = values.get("label")
+    if label not in (None, True, False):
+        raise BadRecord(f"{where}: label is {label!r}, expected true or false")
     fields |= dict(policy_step=policy_step, is_truncated=bool(values.get("truncated", False)))
+    fields |= dict(label=label)
     for name in {"reward", "advantage"} & values.keys():
         value = values[name]
         if not (isinstance(value, (int, float)) and math.isfinite(value)):

@@ -2,18 +2,21 @@
 prompts, too.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxlc.config import Config, DataConfig
+from jaxlc.config.checks.all_checks import check
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.sequences.source import (
     MANY,
     DataSource,
@@ -40,6 +43,7 @@ from jaxlc.posttrain.trees import (
     Tree,
     fingerprint,
     groups_of,
+    labeled_steps,
     rewards_of,
     trees_of,
     with_advantages,
@@ -172,6 +176,8 @@ def open_traces(
     if step is not None and config.rollouts.max_policy_age >= 0:
         traces = _recent(traces, step, config.rollouts.max_policy_age)
     _check_log_probs(traces, dtypes, posttrain)
+    if posttrain.is_labeled:
+        traces = [_labeled(trace, posttrain.loss) for trace in traces]
 
     levels = config.attention.shared_prefixes
 
@@ -179,8 +185,8 @@ def open_traces(
         return trees_of(group, data.seq_len, levels=levels)
 
     groups = list(groups_of(traces))
-    if posttrain.loss == "dpo":
-        groups = list(_pairs(groups, trees, data, warnings))
+    if posttrain.is_pairwise:
+        groups = list(_pairs(groups, trees, config, warnings))
     if not groups:
         raise UserError("config.data.traces has no trace that can be used")
     if posttrain.loss:
@@ -191,9 +197,11 @@ def open_traces(
     if posttrain.loss and posttrain.no_advantage == "drop":
         train_groups = [group for group in train_groups if _has_advantage(group)]
         _check_advantages(train_groups, step)
-    train_trees, heldout_trees = (
-        [trees(group) for group in part] for part in (train_groups, heldout_groups)
-    )
+    heldout_trees = [trees(group) for group in heldout_groups]
+    if posttrain.loss == "kto":
+        train_trees, order = _steps(train_groups, config)
+    else:
+        train_trees, order = [trees(group) for group in train_groups], dict(seed=data.seed)
     all_trees = (*train_trees, *heldout_trees)
     if num_repeated := sum(tree.repeats for part in all_trees for tree in part):
         warnings.append(
@@ -206,23 +214,33 @@ def open_traces(
         rewards["experts_differ"] = float(differ.sum() / max(1, len(differ)))
     masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
 
-    def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
+    def packed(parts: list[list[Tree]], **options: Any) -> PackedTraces:
         flat = [tree for part in parts for tree in part]
-        options = dict(masks_truncated=masks_truncated, shared_tokens=data.shared_tokens)
-        return PackedTraces(flat, data.seq_len, dtypes, seed=seed, **options)
+        options |= dict(masks_truncated=masks_truncated, shared_tokens=data.shared_tokens)
+        return PackedTraces(flat, data.seq_len, dtypes, **options)
 
-    train = packed(train_trees, data.seed)
+    train = packed(train_trees, **order)
     settings = _settings(config, num_groups - len(train_groups))
     return Traces(
         tokenizer=tokenizer,
         train=train,
-        heldout=packed(heldout_trees, None) if heldout_trees else None,
+        heldout=packed(heldout_trees) if heldout_trees else None,
         fingerprint=fingerprint(traces, settings, dtypes),
         description=_description(train, len(train_groups), len(heldout_groups)),
         warnings=tuple(warnings),
         rewards=rewards,
         masks_truncated=masks_truncated,
     )
+
+
+def _steps(groups: Sequence[Group], config: Config) -> tuple[list[list[Tree]], dict[str, Any]]:
+    """The trees of kto, and their order, as arguments of `PackedTraces`."""
+    data, levels = config.data, config.attention.shared_prefixes
+    shuffled = epoch_order(len(groups), data.seed, 0)
+    traces = [trace for number in shuffled for trace in groups[number]]
+    batch_size = config.train.global_batch_size
+    trees, bins = labeled_steps(traces, data.seq_len, batch_size, levels=levels)
+    return [trees], dict(bins=bins, batch_size=batch_size)
 
 
 def _settings(config: Config, num_dropped: int) -> tuple[object, ...]:
@@ -236,6 +254,7 @@ def _settings(config: Config, num_dropped: int) -> tuple[object, ...]:
         posttrain.mask_truncated,
         *([num_dropped] if num_dropped else []),
         *([levels, data.shared_tokens] if levels > 1 else []),
+        *([config.train.global_batch_size] if posttrain.loss == "kto" else []),
     )
 
 
@@ -368,16 +387,57 @@ def _check_log_probs(
             )
 
 
+def with_reference(config: Config) -> Config:
+    """The config with the meaning of posttrain.reference=auto: record if the first record of
+    config.data.traces has the field, or no other reference is set.
+
+    Raises:
+      UserError: the meaning contradicts other settings.
+    """
+    posttrain, named = config.posttrain, config.posttrain.reference_model or config.model.init_from
+    if not posttrain.uses_reference or posttrain.reference != "auto":
+        return config
+    meaning = "record"
+    if posttrain.loss == "kto" or not _has_reference(config.data.traces):
+        if config.lora.rank and not config.train.trainable:
+            meaning = "base"
+        elif named or posttrain.loss == "kto":
+            meaning = "model"
+    resolved = replace(config, posttrain=replace(posttrain, reference=meaning))
+    check(resolved, on_devices=False)
+    return resolved
+
+
+def _has_reference(sources: Sequence[str]) -> bool:
+    """Whether the first record has log-probabilities of a reference; False if there are no files."""
+    with contextlib.suppress(UserError):
+        for file in list_files(sources, _SETTING).files if sources else ():
+            for record in records_of(file.path, ("reference_log_probs",)):
+                values = record.values
+                return isinstance(values, Mapping) and "reference_log_probs" in values
+    return False
+
+
+def _labeled(trace: Trace, loss: str) -> Trace:
+    """The trace, with the advantage that its label means."""
+    if trace.label is None:
+        raise UserError(
+            f"{trace.where}: no label, which config.posttrain.loss={loss!r} needs; record true for a desirable answer"
+            " and false for others, or chosen and rejected answers"
+        )
+    return replace(trace, advantage=CHOSEN if trace.label else REJECTED)
+
+
 def _pairs(
     groups: Sequence[list[Trace]],
     trees: Callable[[Group], list[Tree]],
-    data: DataConfig,
+    config: Config,
     warnings: list[str],
 ) -> Iterator[list[Trace]]:
-    """The groups that are pairs for dpo, which is one tree of two branches;
-    data.overlong_traces=drop drops others.
+    """The groups that are pairs, which is one tree of two branches; data.overlong_traces=drop drops
+    others.
     """
-    num_dropped = 0
+    data, num_dropped = config.data, 0
     for group in groups:
         is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
         parts = trees(group)
@@ -387,9 +447,10 @@ def _pairs(
             num_dropped += 1
         else:
             raise UserError(
-                f"{group[0].where}: config.posttrain.loss='dpo' needs chosen and rejected answers with a common prompt"
-                f" of at least 2 tokens that fit into config.data.seq_len={data.seq_len:,} together; to drop"
-                " others, set config.data.overlong_traces to drop"
+                f"{group[0].where}: config.posttrain.loss={config.posttrain.loss!r} needs chosen and rejected answers"
+                " with a common prompt of at least 2 tokens that fit into"
+                f" config.data.seq_len={data.seq_len:,} together; to drop others, set config.data.overlong_traces to"
+                " drop"
             )
     if num_dropped:
         warnings.append(

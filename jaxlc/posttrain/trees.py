@@ -14,6 +14,7 @@ tokens times levels: enough for a tree of branches of equal lengths, whose root 
 
 import dataclasses
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -213,6 +214,62 @@ def _num_equal(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else num_tokens
 
 
+def labeled_steps(
+    traces: Sequence[Trace], seq_len: int, batch_size: int, *, levels: int
+) -> tuple[list[Tree], np.ndarray]:
+    """The trees of kto, and the sequence of each: every step has as many of the next traces as fit.
+
+    A step also has mismatched answers, as TRL: of n traces, each prompt continues with the answer of
+    the trace before, and the first one with the last answer. An answer that does not fit is cut.
+
+    Args:
+      batch_size: sequences of a step.
+    Raises:
+      UserError: fewer than two traces fit into a step.
+    """
+    ends = np.cumsum([trace.in_loss.sum() for trace in traces])
+    found, bins, begin = list[Tree](), [np.zeros(0, np.int64)], 0
+
+    def step_of(count: int) -> tuple[list[Tree], np.ndarray]:
+        part = traces[begin : begin + count]
+        pairs: list[Trace] = []
+        for trace, other in zip(part, (part[-1], *part[:-1])):
+            pairs += [trace, _mismatched(trace, other, seq_len)]
+        groups = groups_of(pairs)
+        of_step = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
+        return of_step, best_fit(np.array([tree.size(levels) for tree in of_step]), seq_len)
+
+    def is_too_large(count: int) -> bool:
+        return step_of(count)[1].max() >= batch_size
+
+    while begin < len(traces):
+        num_left = len(traces) - begin
+        most = np.searchsorted(ends, ends[begin] + batch_size * seq_len) - begin
+        count = bisect_left(range(1, min(most, num_left) + 1), True, key=is_too_large)
+        count -= num_left - count == 1  # the last step has no mismatched answer of its own
+        if count < 2:
+            raise UserError(
+                f"{traces[begin].where}: config.posttrain.loss='kto' needs two answers in a step, each with its prompt"
+                " and another answer; increase config.train.global_batch_size or config.data.seq_len"
+            )
+        of_step, of_bins = step_of(count)
+        bins.append(of_bins + len(bins[1:]) * batch_size)
+        found, begin = found + of_step, begin + count
+    return found, np.concatenate(bins)
+
+
+def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
+    """The prompt of a trace with the answer of another one; it has no loss."""
+    first, first_other = trace.num_prompt_tokens, other.num_prompt_tokens
+    tokens, in_loss = (
+        np.concatenate([x[:first], y[first_other:]])
+        for x, y in ((trace.tokens, other.tokens), (trace.in_loss, other.in_loss))
+    )
+    values = dict(advantage=None, log_probs={}, has_loss=False)
+    joined = dataclasses.replace(trace, tokens=tokens, in_loss=in_loss, **values)
+    return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
+
+
 class PackedTraces:
     """An endless dataset as `PackedSequences`, of packed trees; a tree is whole in its sequence."""
 
@@ -225,6 +282,8 @@ class PackedTraces:
         masks_truncated: bool = False,
         shared_tokens: Literal["leaf", "node"] = "leaf",
         seed: int | None = None,
+        bins: np.ndarray | None = None,
+        batch_size: int = 1,
     ):
         """
         Args:
@@ -233,26 +292,30 @@ class PackedTraces:
           masks_truncated: truncated traces have no loss.
           shared_tokens: config.data.shared_tokens.
           seed: of the order; None: the same order in every epoch.
+          bins: int64 [trees]: the sequence of each tree, in the order of training; None: best fit.
+          batch_size: the number of sequences is a multiple of it.
         """
         self._seq_len, self._dtypes = seq_len, dtypes
         self._masks_truncated, self._seed = masks_truncated, seed
         self._counts_once = shared_tokens == "node"
         self.trees = tuple(trees)
-        self.traces = tuple(trace for tree in trees for trace in tree.traces)
+        self.traces = tuple(trace for tree in trees for trace in tree.traces if trace.has_loss)
         self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
         (levels,) = dtypes["prefix_ids"].shape if "prefix_ids" in dtypes else (0,)
-        sizes = np.array([tree.size(levels) for tree in trees], np.int64)
-        bins = best_fit(sizes, seq_len)
-        self.num_sequences = int(bins.max(initial=-1)) + 1
+        self._is_ordered = bins is not None
+        if bins is None:
+            bins = best_fit(np.array([tree.size(levels) for tree in trees], np.int64), seq_len)
+        self.num_sequences = -(-(int(bins.max(initial=-1)) + 1) // batch_size) * batch_size
         self._trees: list[list[Tree]] = [[] for _ in range(self.num_sequences)]
         for tree, number in zip(trees, bins.tolist()):
             self._trees[number].append(tree)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S, ...] that `dtypes` names; see `loader.Batch`."""
-        epoch, index = divmod(i, self.num_sequences)
-        sequence = epoch_order(self.num_sequences, self._seed, epoch)[index]
+        epoch, sequence = divmod(i, self.num_sequences)
+        if not self._is_ordered:
+            sequence = epoch_order(self.num_sequences, self._seed, epoch)[sequence]
         arrays = padding(self._seq_len, self._dtypes)
         rows = {name: array.reshape(-1) for name, array in arrays.items()}
         at = row = 0
@@ -299,8 +362,9 @@ class PackedTraces:
     def _loss(self, trace: Trace, targets: slice | np.ndarray) -> dict[str, np.ndarray | float]:
         """The arrays of the loss of some targets of a trace."""
         in_loss = trace.in_loss[targets]
+        is_masked = not trace.has_loss or (self._masks_truncated and trace.is_truncated)
         return dict(
-            loss_weights=in_loss & (not (self._masks_truncated and trace.is_truncated)),
+            loss_weights=in_loss & (not is_masked),
             answer_weights=in_loss / trace.in_loss.sum(),
             advantages=trace.advantage or 0.0,
             **dict(sampled_log_probs=np.nan)

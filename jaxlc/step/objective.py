@@ -44,7 +44,14 @@ from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixers_on_mesh, tables
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
-from jaxlc.posttrain.losses import PolicyLoss, PolicySums, over_microbatches, policy_sums
+from jaxlc.posttrain.losses import (
+    PolicyLoss,
+    PolicySums,
+    divergence,
+    mismatched_sums,
+    over_microbatches,
+    policy_sums,
+)
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import precision, update
@@ -262,6 +269,7 @@ class Objective:
         # Sums are divided by this number, and the losses of experts are means over the
         # microbatches.
         per_microbatch = batch.loss_weights.sum() / len(batch.tokens)
+        kl = self._divergence(params, batch)
 
         def objective(trainable, histories, part: Batch):
             *hidden_and_head, layer_sums = self._hidden_and_head(
@@ -271,7 +279,7 @@ class Objective:
             weights = token_weights(part)
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
-                weights, policy = self._policy_weights(hidden_and_head, targets, weights, part)
+                weights, policy = self._policy_weights(hidden_and_head, targets, weights, part, kl)
             sums = loss_sums(
                 *hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec
             )
@@ -302,8 +310,26 @@ class Objective:
         base = dataclasses.replace(self, config=config)
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
+    def _divergence(self, params, batch: Batch) -> jax.Array | None:
+        """The KL divergence of a step with kto, from a forward pass of its own; None: microbatches
+        need none, or there is one, which has it.
+        """
+        if self.config.posttrain.loss != "kto" or len(batch.tokens) == 1:
+            return None
+
+        def sums_of(part: Batch) -> tuple[jax.Array, jax.Array]:
+            part = self._with_reference(params, part)
+            return mismatched_sums(self.log_probs(params, part), part)
+
+        return divergence(over_microbatches(lax.map(sums_of, batch)))
+
     def _policy_weights(
-        self, hidden_and_head, targets: jax.Array, weights_BT: jax.Array, part: Batch
+        self,
+        hidden_and_head,
+        targets: jax.Array,
+        weights_BT: jax.Array,
+        part: Batch,
+        kl: jax.Array | None,
     ) -> tuple[jax.Array, PolicySums]:
         """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the
         sums of the loss.
@@ -312,14 +338,14 @@ class Objective:
           weights_BT: of the tokens, for their entropy.
         """
         posttrain, weights = self.config.posttrain, self._in_tiles(weights_BT)
-        spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.loss != "dpo")
+        spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.is_policy)
         forward, losses = sums_and_losses(
             *map(lax.stop_gradient, hidden_and_head), targets, weights, spec
         )
 
         def loss(log_probs_BT):
             rows = at_loss_tokens(log_probs_BT, part), loss_rows(part)
-            sums = policy_sums(*rows, posttrain, self.policy_loss)
+            sums = policy_sums(*rows, posttrain, self.policy_loss, kl)
             return sums.loss, sums
 
         gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))

@@ -38,6 +38,7 @@ from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
 from jaxlc.models.lora import trained_settings
+from jaxlc.posttrain.traces import with_reference
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
@@ -245,19 +246,20 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
 
 
 def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:
-    """The stages, with data.start_token of the checkpoints in `workdir`: `auto` means the same
-    until a run ends.
+    """The stages, with the meaning of posttrain.reference=auto, and with data.start_token of the
+    checkpoints in `workdir`: `auto` means the same until a run ends.
 
     Raises:
       UserError: a setting differs from that of the checkpoints.
     """
+    stages = tuple(replace(stage, config=with_reference(stage.config)) for stage in stages)
     directory, asked = workdir / CHECKPOINTS_DIRECTORY, stages[0].config.data.start_token
     for step in reversed(committed_steps(directory)):
         with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
             stored = read_meta(directory, step)["config"]["data"]["start_token"]
             break
     else:
-        return tuple(stages)
+        return stages
     if asked not in (AUTO, stored):
         raise UserError(
             f"config.data.start_token={asked!r} contradicts {stored!r} of the checkpoints in {workdir}: remove that"

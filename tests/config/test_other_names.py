@@ -200,8 +200,7 @@ def test_name_that_is_not_known_gets_no_guess():
         ("model.activation", "gelu_pytorch_tanh", "gelu_tanh"),
         ("model.activation", "relu", None),
         ("posttrain.loss", "gspo", "grpo with config.posttrain.ratio=sequence"),
-        ("posttrain.loss", "orpo", None),
-        ("posttrain.loss", "kto", None),
+        ("posttrain.loss", "orpo", "simpo or dpo, since ORPO is unsupported"),
         ("posttrain.loss", "grop", "grpo"),
     ],
 )

@@ -21,7 +21,7 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.posttrain.records import TraceReader
 from jaxlc.posttrain.rollouts import RolloutSequences, write_rollouts
-from jaxlc.posttrain.traces import Traces, open_traces
+from jaxlc.posttrain.traces import Traces, open_traces, with_reference
 
 PROMPT = [1, 2, 3, 4, 5]
 ROLLOUTS = dict(data=dict(traces=""), posttrain=dict(loss="grpo"))
@@ -75,6 +75,64 @@ def test_group_is_one_tree(tmp_path, suffix):
     completed = complete_batch(as_batch(row), (1, 32), 257, "test", array_dtypes(config))
     for name, x in completed.items():
         np.testing.assert_array_equal(x[0], row[name])
+
+
+def test_labeled_answers_have_the_mismatched_answers_of_their_step(tmp_path):
+    """The answer of the trace before, in steps of two sequences; the last step has two traces.
+
+    A prompt is a number p, twice; its answer has p tokens p + 20.
+    """
+    records = [answer([p + 20] * p, [p, p], label=p % 2 == 0) for p in range(3, 10)]
+    sizes = dict(seq_len=24, train=dict(global_batch_size=2))
+    traces, config = opened(tmp_path, records, posttrain=dict(loss="kto"), **sizes)
+    steps = []
+    for step in range(traces.train.num_sequences // 2):
+        answers = {}
+        for row in (traces.train[2 * step], traces.train[2 * step + 1]):
+            for segment in np.unique(row["segment_ids"])[1:]:
+                tokens = row["segment_ids"] == segment
+                if row["answer_weights"][tokens].any():
+                    prompt, weight = int(row["tokens"][tokens][0]), row["loss_weights"][tokens]
+                    values = row["targets"][tokens] - 20, row["advantages"][tokens]
+                    ids, labels = (np.unique(x).tolist() for x in values)
+                    is_matched = bool(weight.any())
+                    assert weight.all() == is_matched
+                    assert labels == [(1 - 2 * (prompt % 2)) * is_matched]
+                    answers.setdefault(prompt, {})[is_matched] = ids
+        assert all(x[True] == [prompt] for prompt, x in answers.items())
+        steps.append({prompt: x[False][0] for prompt, x in answers.items()})
+    assert sorted(sum(map(list, steps), [])) == list(range(3, 10)) and len(steps) > 1
+    for others in steps:  # one cycle over all traces of the step
+        start = prompt = next(iter(others))
+        cycle = [prompt]
+        while (prompt := others[prompt]) != start:
+            cycle.append(prompt)
+        assert sorted(cycle) == sorted(others) and len(cycle) > 1
+    with pytest.raises(UserError, match="needs two answers in a step"):
+        opened(tmp_path, records, posttrain=dict(loss="kto"), seq_len=12, train=dict(global_batch_size=1))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loss, recorded, sections, meaning",
+    [
+        ("dpo", True, dict(lora=dict(rank=2)), "record"),
+        ("dpo", False, dict(lora=dict(rank=2)), "base"),
+        ("kto", True, dict(lora=dict(rank=2)), "base"),
+        ("dpo", False, dict(posttrain=dict(reference_model="x")), "model"),
+        ("dpo", False, {}, "record"),
+    ],
+)
+def test_reference_auto_means_the_first_that_exists(tmp_path, loss, recorded, sections, meaning):
+    path, config = tmp_path / "traces.jsonl", defaults()
+    pair = dict(prompt="ab", chosen="c", rejected="d")
+    values = dict(chosen=[-1, -1], rejected=[-1, -1])
+    path.write_text(json.dumps(pair | (dict(reference_log_probs=values) if recorded else {})))
+    config.data.traces = str(path)
+    config.attention.shared_prefixes = 1
+    for section, fields in dict(sections, train=dict(trainable=())).items():
+        config[section].update(fields)
+    config.posttrain.loss = loss
+    assert with_reference(load(config)).posttrain.reference == meaning
 
 
 def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
@@ -345,6 +403,8 @@ def test_groups_are_held_out_whole(tmp_path):
             dict(posttrain=dict(loss="dpo")),
             "needs chosen and rejected answers",
         ),
+        ([answer([6])], dict(posttrain=dict(loss="kto")), "no label, which .*'kto' needs"),
+        ([answer([6], label="yes")], {}, "label is 'yes', expected true or false"),
         ([answer([6], reward="x")], {}, "reward is 'x', expected a finite number"),
         ([answer([6], old_log_probs=[-1, -2])], {}, "expected 1 numbers in old_log_probs"),
         (
@@ -420,6 +480,10 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
             dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)),
             "shared_prefixes=1",
         ),
+        (dict(posttrain=dict(loss="kto", reference="record")), "of the mismatched answers"),
+        (dict(posttrain=dict(loss="orpo")), "ORPO is unsupported"),
+        (dict(posttrain=dict(loss="simpo", kl=0.1)), "kl=0.1 has no effect"),
+        (dict(posttrain=dict(loss="dpo", target_margin=0.1)), "target_margin=0.1 has no effect"),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
         (dict(data=dict(shared_tokens="node")), "shared_tokens='node' has no effect"),
     ],

@@ -34,6 +34,11 @@ CASES = [
     POLICY | dict(loss="cispo", ratio="sequence", kl=0.1),
     dict(loss="dpo", beta=0.1),
     dict(loss="dpo", beta=0.7),
+    dict(loss="simpo", beta=2.0, target_margin=0.5),
+    dict(loss="simpo", beta=0.3, target_margin=0.2, label_smoothing=0.1),
+    dict(loss="kto", beta=0.1),
+    dict(loss="kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.8),
+    dict(loss="apo_zero_unpaired", beta=0.3, undesirable_weight=0.8),
 ]
 # Each mode with each loss, and each other setting with several of them. Limits cut some tokens and
 # some answers.
@@ -76,37 +81,41 @@ def arrays() -> dict[str, np.ndarray]:
 
 def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
     """The loss, and its gradient with respect to the log-probabilities; the answers of a pair are
-    in one sequence.
+    in one sequence, and so are a labeled answer and a mismatched one.
     """
-    num_rows = len(LENGTHS) // 2 if settings.loss == "dpo" else len(LENGTHS)
+    is_pairwise, is_labeled = settings.is_pairwise, settings.is_labeled
+    num_rows = len(LENGTHS) // 2 if is_pairwise else len(LENGTHS)
 
-    def rows(x):
-        return (
-            x.reshape(2, num_rows, WIDTH).swapaxes(0, 1).reshape(num_rows, -1)
-            if settings.loss == "dpo"
-            else x
-        )
+    def rows(x, other=None):
+        if is_labeled:
+            return jnp.concatenate([x, 0 * x if other is None else other], 1)
+        if is_pairwise:
+            return x.reshape(2, num_rows, WIDTH).swapaxes(0, 1).reshape(num_rows, -1)
+        return x
 
     mask = x["mask"].astype(np.float64)
-    sides = np.repeat([1.0, -1.0], num_rows) if settings.loss == "dpo" else x["advantages"]
+    sides = np.repeat([1.0, -1.0], num_rows) if is_pairwise else x["advantages"]
+    sides = np.sign(sides) if is_labeled else sides
     segments = (
-        np.repeat(np.arange(1, len(LENGTHS) + 1), WIDTH).reshape(-1, WIDTH)
-        if settings.loss == "dpo"
-        else mask
+        np.repeat(np.arange(1, len(LENGTHS) + 1), WIDTH).reshape(-1, WIDTH) if is_pairwise else mask
     )
+    others = ("old", "sampled") if settings.beta < 0.2 else ("sampled", "old")
+    shares = mask / mask.sum(1, keepdims=True)
     batch = Batch(
-        None, None, rows(mask), None, rows(segments * mask).astype(np.int32),
+        None, None, rows(mask), None, rows(segments * mask, 2 * mask).astype(np.int32),
         prefix_ids=rows(mask).astype(np.int32)[..., None],
         advantages=rows(sides[:, None] * mask),
-        answer_weights=rows(mask / mask.sum(1, keepdims=True)),
+        answer_weights=rows(shares, shares),
         old_log_probs=rows(x["old"]),
         sampled_log_probs=rows(x["sampled"]),
-        reference_log_probs=rows(x["reference"]),
+        reference_log_probs=rows(x["reference"], x[others[1]]),
     )  # fmt: skip
     batch = jax.tree.map(jnp.asarray, batch)
 
     def loss(log_probs):
-        return policy_sums(rows(log_probs), batch, settings).loss / denominator(batch, settings)
+        return policy_sums(rows(log_probs, x[others[0]]), batch, settings).loss / denominator(
+            batch, settings
+        )
 
     return jax.tree.map(np.asarray, jax.value_and_grad(loss)(jnp.asarray(x["log_probs"])))
 

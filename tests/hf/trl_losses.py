@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import trl
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
 
 
 def importance_weights(arrays: dict[str, torch.Tensor], trainer: SimpleNamespace) -> torch.Tensor:
@@ -122,12 +123,77 @@ def preference_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Te
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
 
 
+def labeled_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Tensor:
+    """Of answers whose label is true if their advantage is positive; `old` and `sampled` are the
+    log-probabilities of the mismatched answers, of the policy and of the reference, or the other
+    way round: the estimate of the divergence is negative, or positive.
+    """
+    new, reference = ("old", "sampled") if settings["beta"] < 0.2 else ("sampled", "old")
+    mask, width = arrays["mask"], arrays["mask"].shape[1]
+    ids = torch.zeros(len(mask), width + 1, dtype=torch.long)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        calculate_KL=settings["loss"] == "kto",
+        loss_type=settings["loss"],
+        beta=settings["beta"],
+        desirable_weight=settings.get("desirable_weight", 1.0),
+        undesirable_weight=settings.get("undesirable_weight", 1.0),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics={"train": collections.defaultdict(list)},
+    )
+    trainer._compute_kl_logps = lambda *args: KTOTrainer._compute_kl_logps(trainer, *args)
+
+    def model(**kwargs):
+        log_probs = arrays[new] if kwargs["input_ids"].any() else arrays["log_probs"]
+        zeros = torch.zeros(mask.shape)
+        return SimpleNamespace(log_probs=log_probs * mask, entropy=zeros, mean_logits=zeros)
+
+    inputs = dict(
+        input_ids=ids,
+        attention_mask=ids,
+        completion_mask=torch.nn.functional.pad(mask, (1, 0)),
+        label=arrays["advantages"] > 0,
+        ref_logps=(arrays["reference"] * mask).sum(1),
+        KL_input_ids=ids + 1,
+        KL_attention_mask=ids,
+        KL_completion_mask=torch.nn.functional.pad(mask, (1, 0)),
+        ref_KL_logps=(arrays[reference] * mask).sum(1),
+    )
+    return KTOTrainer._compute_loss(trainer, model, inputs, False)
+
+
+def simpo_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Tensor:
+    """Rows are all chosen answers, then all rejected ones."""
+    mask = arrays["mask"]
+    trainer = SimpleNamespace(
+        alpha=0.0,
+        loss_type="simpo",
+        beta=settings["beta"],
+        simpo_gamma=settings["target_margin"],
+        label_smoothing=settings.get("label_smoothing", 0.0),
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    # logits of two tokens, of which the second has the log-probability
+    log_probs = torch.nn.functional.pad(arrays["log_probs"], (0, 1))
+    others = torch.log(-torch.expm1(log_probs.clamp(max=-1e-3)))
+    labels = torch.nn.functional.pad(torch.where(mask > 0, 1, -100), (1, 0), value=-100)
+    means = CPOTrainer.get_batch_logps(torch.stack([others, log_probs], -1), labels, True)
+    return CPOTrainer.cpo_loss(trainer, *means.chunk(2))[0].mean()
+
+
+LOSSES = dict(dpo=preference_loss, simpo=simpo_loss, kto=labeled_loss)
+LOSSES["apo_zero_unpaired"] = labeled_loss
+
 if __name__ == "__main__":
     arrays = {name: torch.from_numpy(x) for name, x in np.load(sys.argv[1]).items()}
     results = {"version": trl.__version__}
     for number, settings in enumerate(json.loads(sys.argv[3])):
         log_probs = arrays["log_probs"].clone().requires_grad_(True)
-        loss = preference_loss if settings["loss"] == "dpo" else policy_loss
+        loss = LOSSES.get(settings["loss"], policy_loss)
         value = loss(arrays | dict(log_probs=log_probs), settings)
         value.backward()
         results |= {f"loss{number}": value.item(), f"gradient{number}": log_probs.grad.numpy()}

@@ -19,7 +19,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.posttrain.losses import PolicySums, denominator, means, over_microbatches, policy_sums
 from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
-from jaxlc.posttrain.trees import PackedTraces, trees_of
+from jaxlc.posttrain.trees import PackedTraces, labeled_steps, trees_of
 from jaxlc.step.batch import Batch, at_loss_tokens, loss_rows
 from jaxlc.step.loss import LossSpec, sums_and_losses
 from tests.step.synthetic import (
@@ -368,6 +368,86 @@ def test_geometric_mask_equals_its_formula():
     )  # fmt: skip
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-12, err_msg=name)
+
+
+def labeled_results(params=None, *, accumulation: int, shares: bool, **mesh):
+    """Results of kto on two sequences, against the model without its adapters, which are not 0."""
+    train = dict(global_batch_size=2, eval_sequences=2, gradient_accumulation_steps=accumulation)
+    config = small_config(
+        posttrain=dict(loss="kto", reference="base", undesirable_weight=0.7, beta=0.3),
+        attention=dict(shared_prefixes=shares),
+        lora=dict(rank=2),
+        data=dict(seq_len=192),
+        model=dict(num_layers=1),
+        train=train,
+        mesh=mesh,
+    )
+    labeled = [
+        dataclasses.replace(trace, advantage=(CHOSEN, REJECTED)[number % 2], log_probs={})
+        for number, trace in enumerate(sum(traces("policy"), []))
+    ]
+    seq_len = config.data.seq_len
+    flat, bins = labeled_steps(labeled, seq_len, 2, levels=int(shares))
+    bins = np.arange(len(flat)) % 2 if shares else bins
+    packed = PackedTraces(flat, seq_len, array_dtypes(config), bins=bins, batch_size=2)
+    assert packed.num_sequences == 2 and packed.num_traces == 6
+    step = small_step(config)
+    if params is None:
+        noise = np.random.default_rng(7)
+        params = jax.tree.map(
+            lambda x: x + noise.normal(0, 0.1, x.shape).astype(np.float32), step.init().params
+        )
+    params = put_params(step, params)
+    batch = make_batch(step, [packed[0], packed[1]])
+    gradients, sums = jax.jit(gradients_and_loss(step))(params, batch)
+    return params, gradients, means(sums, batch, config.posttrain)
+
+
+def test_kto_has_one_divergence_of_the_step_on_every_mesh():
+    """Mismatched answers of both microbatches; the gradient leaves them out."""
+    params, gradients, expected = labeled_results(accumulation=1, shares=False)
+    assert expected.kl > 0.1 and 0 < expected.accuracy < 1
+    _, got, sums = labeled_results(params, accumulation=2, shares=True, context=2)
+    for name in ("loss", "kl", "margin", "accuracy"):
+        np.testing.assert_allclose(getattr(sums, name), getattr(expected, name), rtol=1e-5)
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired", "simpo"])
+def test_preference_loss_equals_its_formula(loss):
+    """In float64, of two answers and one that is mismatched. TRL has the same formulas."""
+    rng, segments = np.random.default_rng(0), np.repeat([1, 2, 3, 0], [4, 6, 5, 3])
+    new, reference = rng.normal(-2, 0.3, (2, len(segments)))
+    new += 0.3 * (segments == 3)
+    has_loss = np.isin(segments, (1, 2))
+    settings = PosttrainConfig(loss=loss, beta=0.4, undesirable_weight=0.7)
+    is_answer = has_loss if loss == "simpo" else segments > 0
+    weights = is_answer / np.maximum(np.bincount(segments)[segments], 1)
+    sides = np.array([0.0, 1, -1, 0])[segments]
+    arrays = dict(advantages=sides, answer_weights=weights, reference_log_probs=reference)
+    arrays |= dict(loss_weights=has_loss * 1.0, segment_ids=segments, tokens=None, targets=None)
+    arrays |= dict(prefix_ids=is_answer[:, None].astype(np.int32), positions=None)
+    with jax.enable_x64(True):
+        batch = Batch(
+            **{name: x if x is None else jnp.asarray(x[None]) for name, x in arrays.items()}
+        )
+        sums = policy_sums(jnp.asarray(new[None]), batch, settings)
+        got = float(sums.loss / denominator(batch, settings))
+    ratios = [(new - reference).sum(where=segments == number) for number in (1, 2, 3)]
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    kl = max(ratios[2], 0) if loss == "kto" else 0
+    if loss == "simpo":
+        chosen, rejected = (new.mean(where=segments == number) for number in (1, 2))
+        expected = -np.log(sigmoid(0.4 * (chosen - rejected) - 0.5))
+    else:
+        assert ratios[2] > 0
+        terms = sigmoid(0.4 * (kl - ratios[0])), 0.7 * sigmoid(0.4 * (ratios[1] - kl))
+        expected = np.mean(terms)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
 def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):

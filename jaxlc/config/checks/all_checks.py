@@ -119,7 +119,9 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield f"length_weights={weights}: expected weights of at least 0, one of them greater"
 
 
-_OF_DPO = ("beta", "label_smoothing")
+_OF_PAIRS = ("label_smoothing", "target_margin")
+_OF_LABELED = ("desirable_weight", "undesirable_weight")
+_OF_PREFERENCES = ("beta", *_OF_PAIRS, *_OF_LABELED)
 _OF_POLICY_LOSSES = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
     "delta", "importance_weights", "off_policy_mask_threshold", "replay_routing",
@@ -196,7 +198,7 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield from _without_effect("rollouts", rollouts, ("max_replacements",), reason)
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
-    if posttrain.loss in ("", "dpo"):
+    if not posttrain.is_policy:
         yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo, dr_grpo or cispo"
     every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
     if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
@@ -229,24 +231,32 @@ def _rollout_problems(config: Config) -> Iterator[str]:
 def _loss_problems(config: Config) -> Iterator[str]:
     posttrain = config.posttrain
     if not posttrain.loss:
-        reason = "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo, cispo or dpo"
+        reason = (
+            "without config.posttrain.loss; set it, such as --config.posttrain.loss=grpo or dpo"
+        )
         yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
         return
     setting = f"config.posttrain.loss={posttrain.loss!r}"
-    unused = _OF_POLICY_LOSSES if posttrain.loss == "dpo" else _OF_DPO
+    unused = _OF_PREFERENCES
+    if not posttrain.is_policy:
+        unused = (*_OF_POLICY_LOSSES, *(_OF_PAIRS if posttrain.is_labeled else _OF_LABELED))
+    if posttrain.loss == "dpo":
+        unused = (*unused, "target_margin")
     if posttrain.loss in ("grpo", "dapo"):
         unused = (*unused, "max_answer_tokens")
     if posttrain.loss == "cispo":
         unused = (*unused, "max_answer_tokens", "clip_low", "delta")
     yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
     yield from _weight_problems(posttrain)
-    if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
+    if posttrain.is_pairwise and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=1"
-        if posttrain.reference == "record":
+        if posttrain.uses_reference and posttrain.reference == "record":
             yield (
                 "config.posttrain.reference='record' reads reference_log_probs of the records, which `jaxlc logprobs`"
                 " adds; without them, set it to base and config.lora.rank, or to model"
             )
+    if config.data.shared_tokens == "node" and not posttrain.is_policy:
+        yield f"{setting} sums over the tokens of an answer; use --config.data.shared_tokens=leaf"
     if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
         yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
     yield from _reference_problems(config)
@@ -285,10 +295,12 @@ def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
 
 def _reference_problems(config: Config) -> Iterator[str]:
     posttrain, model = config.posttrain, config.model
-    if posttrain.reference_model and not posttrain.uses_reference_model:
+    is_used = posttrain.uses_reference and posttrain.reference in ("auto", "model")
+    if posttrain.reference_model and not is_used:
         yield (
             f"config.posttrain.reference_model={posttrain.reference_model!r} has no effect without"
-            " config.posttrain.reference='model' and a loss that uses it, dpo or one with kl; set these, or remove it"
+            " config.posttrain.reference='model' and a loss that uses it, such as dpo or one with kl; set these, or"
+            " remove it"
         )
     if not posttrain.uses_reference:
         return
@@ -303,6 +315,11 @@ def _reference_problems(config: Config) -> Iterator[str]:
                 f"config.posttrain.reference='base' with config.train.trainable={','.join(config.train.trainable)},"
                 " which changes the base model; use --config.posttrain.reference=record"
             )
+    if posttrain.loss == "kto" and posttrain.reference == "record":
+        yield (
+            "config.posttrain.reference='record' has no log-probabilities of the mismatched answers of"
+            " config.posttrain.loss='kto'; use --config.posttrain.reference=model, or base with LoRA"
+        )
     if posttrain.reference != "model":
         return
     if not (posttrain.reference_model or model.init_from):

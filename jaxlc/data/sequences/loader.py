@@ -78,7 +78,7 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
     if posttrain.uses_sampled or config.rollouts.source:
         # otherwise for metrics only; NaN where a record has none
         names.append("sampled_log_probs")
-    if posttrain.uses_reference and posttrain.reference == "record":
+    if posttrain.reads_reference:
         names.append("reference_log_probs")
     num_levels = config.attention.shared_prefixes
     rows = (num_levels,) if num_levels > 1 else ()
