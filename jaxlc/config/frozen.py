@@ -95,7 +95,8 @@ _RUN_SETTINGS = (
     "train.local_checkpoints", "train.wandb_project",
 )  # fmt: skip
 # set by the lengths of stages
-FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")
+RUN_LENGTHS = ("train.steps", "train.tokens", "train.epochs")
+FROM_LENGTHS = (*RUN_LENGTHS, "optimizer.schedule_steps", "optimizer.schedule_start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +157,9 @@ def refusal(stage: str, path: str) -> str:
       stage: its name, for the message.
     """
     section, _, name = path.partition(".")
-    if path == "train.steps":
-        return f"config.stages.{stage}.train.steps: set config.stages.{stage}.steps, its own number of steps"
+    if path in RUN_LENGTHS:
+        own = path.removeprefix("train.").replace("epochs", "tokens")
+        return f"config.stages.{stage}.{path}: set config.stages.{stage}.{own}, its own number of {own}"
     is_allowed = name.split(".")[0] == "rope" if section == "model" else section in _SECTIONS
     if not name or (is_allowed and path not in _RUN_SETTINGS):
         return ""

@@ -126,6 +126,7 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
         path: value for path, value in flattened(sections["model"]).items() if value is not None
     }
     sections["model"] = _with_shape(model | {"kinds": kinds})
+    sections["train"] |= _length(sections["train"], sections["data"])
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
     template = template_path(sections["data"].get("chat_template", ""))
@@ -155,6 +156,28 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     for path, value in settings.items():
         set_at(values, path, value)
     return from_dict(values)
+
+
+def _length(train: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The length of a run in steps; the default with train.epochs, whose steps are not known before
+    the data is read.
+
+    Raises:
+      UserError: it is given twice.
+    """
+    given = {name: train[name] for name in ("steps", "tokens", "epochs") if train.get(name)}
+    default = TrainConfig().steps
+    if len(given) > 1 and given.get("steps") == default:
+        del given["steps"]
+    if len(given) > 1:
+        settings = " and ".join(f"config.train.{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"{settings} are set: keep one of them, and set the other to 0, such as --config.train.steps=0"
+        )
+    if given.get("tokens", 0) > 0:
+        steps = -(-given["tokens"] // _tokens_per_step(train, data))
+        return dict(steps=steps, tokens=0)
+    return dict(steps=default) if "epochs" in given else {}
 
 
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +265,7 @@ def _resolved(
             "schedule_steps": first_steps[end] - first_steps[head],
             "schedule_start": first_steps[head] - reset_step,
         }
-        settings["train"]["steps"] = first_steps[index + 1]
+        settings["train"] |= dict(steps=first_steps[index + 1], tokens=0, epochs=0.0)
         if "seed" not in changes[stage.name].get("data", {}):  # other orders of the same sequences
             settings["data"]["seed"] = settings["data"].get("seed", DataConfig().seed) + index
         try:
@@ -276,8 +299,10 @@ def _load(
 
 def _num_steps(stage: StageConfig, settings: Mapping[str, Mapping[str, Any]]) -> int:
     """The optimizer steps of a stage."""
-    seq_len = settings["data"].get("seq_len", DataConfig().seq_len)
-    tokens_per_step = seq_len * settings["train"].get(
-        "global_batch_size", TrainConfig().global_batch_size
-    )
-    return stage.steps or -(-stage.tokens // max(1, tokens_per_step))
+    tokens_per_step = _tokens_per_step(settings["train"], settings["data"])
+    return stage.steps or -(-stage.tokens // tokens_per_step)
+
+
+def _tokens_per_step(train: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    seq_len = data.get("seq_len", DataConfig().seq_len)
+    return max(1, seq_len * train.get("global_batch_size", TrainConfig().global_batch_size))

@@ -40,8 +40,8 @@ use config.train.steps <- steps max_steps train_iters num_iterations num_steps t
     num_train_steps train_steps
 use config.train.steps, computed as tokens / (config.train.global_batch_size x config.data.seq_len); tokens are the
     FLOPs / (6 x parameters), or the ratio x parameters <- target_flops target_param_data_ratio
-use config.train.steps; `jaxlc data report` prints the epochs <- num_train_epochs num_epochs epochs epoch train_epochs
-    train_samples
+use config.train.epochs instead of config.train.steps <- num_train_epochs num_epochs epochs epoch train_epochs
+use config.train.tokens, computed as the samples x config.data.seq_len <- train_samples
 use config.train.global_batch_size, the sequences of a step over all devices <- train_batch_size gbs
 use config.train.global_batch_size, computed as the micro batch x config.train.gradient_accumulation_steps x
     config.mesh.data x config.mesh.fsdp <- batch_size per_device_train_batch_size per_device_batch_size

@@ -265,23 +265,22 @@ class RuntimeConfig:
     expert_kernel: Literal["blocks", "mosaic"] = "blocks"
     # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal[
-        "default",
-        "overlap",
-        "pipelined",
-        "double_buffered",
-        "uncombined",
-        "permute_cliques",
-        "no_graphs",
+        "default", "overlap", "pipelined", "double_buffered", "uncombined", "permute_cliques", "no_graphs",
         "no_triton_gemm",
-    ] = "overlap"
+    ] = "overlap"  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Steps, batch size, evaluation, checkpoints and logging."""
 
-    # number of optimizer steps, those of earlier runs in the same workdir included
+    # number of optimizer steps, those of earlier runs in the same workdir included; or set tokens or epochs instead
     steps: From1[int] = 100
+    # the same in tokens, padding included, rounded up to whole steps, such as 1e9; 0: from steps or epochs
+    tokens: int = 0
+    # the same in epochs of the corpus, of the mixture or of the traces, rounded up to whole steps; docs/data.md. The
+    # steps are known when the data is read, and stored with the run. 0: from steps or tokens
+    epochs: float = 0.0
     global_batch_size: From1[int] = 1  # sequences per optimizer step, over all devices
     # number of microbatches that a step processes one after the other; divides the batch size per
     # replica.
@@ -354,20 +353,9 @@ class ProfileConfig:
 
 # The 13 tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 RULER_TASKS = (
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-    "qa_1",
-    "qa_2",
-)
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,6 +498,11 @@ class DataConfig:
     # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
     # eval_fraction of data.sources.
     eval_sources: tuple[str, ...] = ()
+    # eval_sources: they are chats in this format, as chat_format of a source; only answers have a loss. Empty: text, or
+    # chats in the format messages with eval_chat_field.
+    eval_chat_format: Literal["", "messages", "sharegpt", "alpaca", "completion"] = ""
+    # eval_sources: field of records that holds a chat. Empty: that of eval_chat_format
+    eval_chat_field: str = ""
     seed: int = 0  # random seed of the order of sequences
     cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
     # number of processes that tokenize a corpus of more than 64 MB; 0: one per CPU core.

@@ -34,7 +34,12 @@ from jaxlc.data.sequences.source import (
     SourceShare,
     SourceView,
 )
-from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
+from jaxlc.data.texts.documents import (
+    EVAL_SETTING,
+    INVALID_CHARACTERS,
+    INVALID_DOCUMENTS,
+    Fields,
+)
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.tokens.store import TokenStore, open_store
@@ -172,6 +177,10 @@ class Corpus(DataSource):
         with inputs.progress("reading the corpus") as update:
             return open_corpus(config.data, update, inputs.log, inputs.tokenizer, inputs.vocab_size)
 
+    @property
+    def epoch_sequences(self) -> int:
+        return self.train.num_sequences
+
     def views(self) -> list[SourceView]:
         return [source.view(self.tokenizer) for source in self.sources]
 
@@ -209,7 +218,7 @@ def open_corpus(
       UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
     tokenizer = tokenizer or tokenizer_of(config)
-    eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
+    eval_files, _ = list_files(config.eval_sources, EVAL_SETTING)
     opener = _StoreOpener(
         config=config,
         tokenizer=tokenizer,
@@ -223,24 +232,22 @@ def open_corpus(
         configs = [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
     # Before anything is tokenized.
     files = [opener.files(source) for source in configs]
-    eval_store = opener.open(eval_files, Fields(config.text_field)) if eval_files else None
+    evaluated = _open_heldout(opener, eval_files) if eval_files else None
     stores = [
         opener.open(listed, Fields.from_config(source)) for listed, source in zip(files, configs)
     ]
     total_share = sum(source.share for source in configs)
     sources = [
-        _open_source(opener, source, store, eval_store is not None, source.share / total_share)
+        _open_source(opener, source, store, evaluated is not None, source.share / total_share)
         for source, store in zip(configs, stores)
     ]
-    if eval_store is None:
+    if evaluated is None:
         heldout = _in_shares(
             config, [(x.heldout, x.share) for x in sources if x.heldout is not None]
         )
         heldout_identity = config.eval_fraction
     else:
-        eval_ids = np.arange(eval_store.num_documents)
-        heldout = PackedSequences(eval_store, eval_ids, config.seq_len, seed=None)
-        heldout_identity = eval_store.fingerprint
+        heldout, heldout_identity = evaluated, evaluated.store.fingerprint
     described = [
         (*_identity(source, total_share), store.fingerprint)
         for source, store in zip(configs, stores)
@@ -356,6 +363,29 @@ def _open_source(
         if sequences is not None:
             warnings += check_has_loss(sequences, f"config.{setting}{what}")
     return CorpusSource(name=source.name, share=share, train=train, heldout=heldout)
+
+
+def _open_heldout(opener: _StoreOpener, files: list[SourceFile]) -> PackedSequences:
+    """Packs the files of data.eval_sources.
+
+    Raises:
+      UserError: they have no token with a loss.
+    """
+    config = opener.config
+    source = SourceConfig(
+        name="",
+        text_field=config.text_field,
+        chat_format=config.eval_chat_format,
+        chat_field=config.eval_chat_field,
+    )
+    store = opener.open(files, Fields.from_config(source))
+    heldout = packed_source(store, np.arange(store.num_documents), source, config.seq_len, None)
+    if heldout is None:
+        raise UserError(
+            f"data.eval_sources: every chat is longer than data.seq_len={config.seq_len}: use a larger one"
+        )
+    opener.warnings.extend(check_has_loss(heldout, EVAL_SETTING))
+    return heldout
 
 
 def _in_shares(config: DataConfig, parts: Sequence[tuple[PackedSequences, float]]) -> PackedText:

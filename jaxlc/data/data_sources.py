@@ -1,8 +1,10 @@
 """The four data sources of a run: corpus, traces, rollouts, and batches of the caller."""
 
+import dataclasses
+import math
 from typing import Any
 
-from jaxlc.config import Config
+from jaxlc.config import Config, Stage, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.sequences.source import Batches, DataSource, Inputs
@@ -41,6 +43,28 @@ def open(  # noqa: A001
         **options,
     )
     return kind.open(config, inputs)
+
+
+def with_epochs(stage: Stage, source: DataSource) -> Stage:
+    """The stage with the steps of config.train.epochs; unchanged without it.
+
+    Args:
+      source: what the stage trains on.
+    Raises:
+      UserError: it has no epochs, or other settings contradict the number of steps.
+    """
+    train = stage.config.train
+    if not train.epochs:
+        return stage
+    if source.epoch_sequences is None:
+        raise UserError(
+            f"config.train.epochs={train.epochs:g} is for a corpus or traces, and this run has other data:"
+            " set config.train.steps instead"
+        )
+    # Rounded first, since 0.1 * 30 is more than 3.
+    num_steps = math.ceil(round(train.epochs * source.epoch_sequences / train.global_batch_size, 6))
+    config = with_settings(stage.config, {"train.steps": num_steps, "train.epochs": 0.0})
+    return dataclasses.replace(stage, config=config)
 
 
 def _kind(

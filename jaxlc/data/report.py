@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlc.config import Stage
 from jaxlc.core.text import aligned
+from jaxlc.data.data_sources import with_epochs
 from jaxlc.data.sequences.source import DataSource, SourceShare, SourceView
 
 # Limits in tokens between the length classes of the report.
@@ -34,6 +35,7 @@ class StageShares(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, source: DataSource) -> "StageShares":
+        stage = with_epochs(stage, source)
         num_sequences = stage.num_steps * stage.config.train.global_batch_size
         return cls(stage, num_sequences, source.shares(num_sequences))
 

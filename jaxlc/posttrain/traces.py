@@ -70,6 +70,10 @@ class Traces(DataSource):
             return open_traces(config, inputs.tokenizer)
 
     @property
+    def epoch_sequences(self) -> int:
+        return self.train.num_sequences
+
+    @property
     def traces(self) -> tuple[Trace, ...]:
         """The traces of training and held-out sequences."""
         return self.train.traces + (self.heldout.traces if self.heldout else ())

@@ -193,7 +193,7 @@ def run(
 
         # Data. Errors in it come before anything is printed.
         prepared = []
-        for stage, step in zip(stages, steps):
+        for index, (stage, step) in enumerate(zip(stages, steps)):
             source = data_sources.open(
                 stage.config,
                 batches=batches,
@@ -205,6 +205,10 @@ def run(
             )
             for warning in source.warnings:
                 progress.log(f"warning: {warning}")
+            if stage.config.train.epochs:
+                stage = data_sources.with_epochs(stage, source)
+                step = build(stage.config, step.mesh)
+                lines[index] = [*step_lines(step), *reference_lines(step)]
             prepared.append(PreparedStage(**vars(stage), step=step, data=RunData(source)))
         check_stages(prepared, path)
         progress.log("\n".join(start_lines(prepared, lines)))

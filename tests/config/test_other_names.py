@@ -30,7 +30,7 @@ train.use_muon optimizer.name
 clip-grad optimizer.max_grad_norm
 train.max_steps train.steps
 train_iters train.steps
-train.num_train_epochs train.steps
+train.num_train_epochs train.epochs
 train.batch_size train.global_batch_size
 train.per_device_train_batch_size train.global_batch_size
 micro_batch_size train.global_batch_size

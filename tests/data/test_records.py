@@ -205,3 +205,49 @@ def test_megatron_index_of_other_version_is_refused(tmp_path: Path):
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(UserError, match="is text without fields"):
         open_corpus(mixture_of(tmp_path, tmp_path / "b.txt", token_field="input_ids"))
+
+
+def test_csv_rows_are_records_and_rows_of_other_lengths_are_bad(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffid,text\r\n1,"first, ""text"""\r\n2,"two\nlines"\r\n3\r\n\r\n4,née\r\n')
+    notes = Notes(max_bad_records=1)
+    files = list_files([str(path)]).files
+    documents = [*read_documents(files[0], Fields("text"), notes)]
+    texts = [b"".join(document.blocks).decode() for document in documents]
+    assert texts == ['first, "text"', "two\nlines", "née"]
+    assert [document.name for document in documents] == ["a.csv:1", "a.csv:2", "a.csv:4"]
+    assert notes.counts["skipped records"][1].endswith(
+        "a.csv:3: 1 values for 2 fields; fix this row"
+    )
+    assert list_files([str(tmp_path / "*.csv")]).files == files
+    with pytest.raises(UserError, match=r"no file with a supported suffix.*\.json or \.csv files"):
+        list_files([str(tmp_path)])
+    path.write_text('text\n"open')
+    with pytest.raises(
+        UserError, match=r"a\.csv' as CSV \(unexpected end of data\); fix it or remove"
+    ):
+        texts_of(path)
+
+
+def test_eval_sources_of_chats_have_a_loss_on_answers_only(tmp_path: Path):
+    chat = [dict(role="user", content="ask"), dict(role="assistant", content="answer")]
+    (tmp_path / "chats.json").write_text(json.dumps([dict(messages=chat)] * 3))
+    (tmp_path / "train.txt").write_text("text " * 100)
+    config = DataConfig(
+        sources=(str(tmp_path / "train.txt"),),
+        eval_sources=(str(tmp_path / "chats.json"),),
+        eval_chat_format="messages",
+        chat_template="chatml",
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=256,
+    )
+    corpus = open_corpus(config)
+    sequence = corpus.heldout[0]
+    answers = sequence["targets"][sequence["loss_weights"] > 0]
+    assert corpus.tokenizer.decode(answers) == "answer<|im_end|>" * 3
+    with pytest.raises(UserError, match=r"is a chat; use config\.data\.eval_chat_field=messages"):
+        open_corpus(dataclasses.replace(config, eval_chat_format="", text_field="messages"))
+    with pytest.raises(UserError, match=r"no field 'talk'.*set data\.eval_chat_field to"):
+        open_corpus(dataclasses.replace(config, eval_chat_field="talk"))
+    with pytest.raises(UserError, match=r"every chat is longer than data\.seq_len=8"):
+        open_corpus(dataclasses.replace(config, seq_len=8))

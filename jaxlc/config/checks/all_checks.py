@@ -398,7 +398,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
                 "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps, usually a tenth of the steps;"
                 f" use --config.optimizer.decay_steps={max(1, steps // 10)}"
             )
-        if optimizer.warmup_steps + optimizer.decay_steps > steps:
+        if optimizer.warmup_steps + optimizer.decay_steps > steps and not config.train.epochs:
             yield (
                 f"config.optimizer.warmup_steps={optimizer.warmup_steps} and decay_steps={optimizer.decay_steps} do not"
                 f" fit into config.{setting}={steps}; shorten them or train for"

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlc.config.frozen import Config, Stage, StageConfig, merged_settings
+from jaxlc.config.frozen import RUN_LENGTHS, Config, Stage, StageConfig, merged_settings
 from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
 from jaxlc.config.values import SettingError, invalid_value, typed
@@ -199,7 +199,8 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
     every_steps = max(stage.config.evals.every_steps for stage in stages)
     if every_steps and not any(stage.config.evals.tasks for stage in stages):
         yield f"config.evals.every_steps={every_steps} has no effect without config.evals.tasks; set tasks"
-    if first.profile.steps and first.profile.traced_steps[0] > last_step:
+    is_known = not first.train.epochs
+    if is_known and first.profile.steps and first.profile.traced_steps[0] > last_step:
         yield (
             f"config.profile.steps={first.profile.steps} has no effect: the last step of the run is {last_step}; use"
             f" --config.profile.steps={last_step}:{last_step + 1}, or earlier steps"
@@ -215,7 +216,7 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
     Raises:
       UserError: all stages have their own value; the message names their settings.
     """
-    is_length = path == "train.steps"  # each stage has its own
+    is_length = path in RUN_LENGTHS  # each stage has its own
     mark: Any = object()  # a value that no stage has, and a config that sets only this one
     marked = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), mark)
     if not is_length and any(

@@ -96,6 +96,11 @@ class DataSource:
     description: str = ""  # one line for the start of a run
     warnings: tuple[str, ...] = ()  # one line each, for the caller to print once per run
 
+    @property
+    def epoch_sequences(self) -> int | None:
+        """Sequences of one epoch; None: there are no epochs."""
+        return None
+
     def views(self) -> Sequence[SourceView]:
         """The parts that `jaxlc data` shows.
 

@@ -373,6 +373,9 @@ _SKIP_ADVICE = "or skip such records with data.max_bad_records"
 _BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
 
 
+EVAL_SETTING = "data.eval_sources"
+
+
 class Fields(NamedTuple):
     """Which field of a record holds the document; one of `tokens` and `chat` may be set, which
     replaces `text`.
@@ -405,6 +408,8 @@ class Fields(NamedTuple):
         "data.text_field".
         """
         name = "token_field" if self.tokens else "chat_field" if self.chat else "text_field"
+        if self.chat and files_setting == EVAL_SETTING:
+            name = "eval_chat_field"
         is_mixture = files_setting.startswith("data.mixture.")
         section = files_setting if is_mixture else files_setting.rpartition(".")[0]
         return f"{section}.{name}" if section else name
@@ -562,9 +567,11 @@ def _document(
         chat = read_chat(value, record.values, fields.chat_format, fields.chat, record.where)
         return Document(name=name, where=record.where, chat=chat)
     if is_chat(value):
+        setting = "a source of config.data.mixture with chat_field"
+        if file.setting == EVAL_SETTING:
+            setting = "config.data.eval_chat_field"
         raise BadRecord(
-            f"{record.where}: the field {fields.text!r} is a chat; use a source of config.data.mixture with"
-            f" chat_field={fields.text}"
+            f"{record.where}: the field {fields.text!r} is a chat; use {setting}={fields.text}"
         )
     if not isinstance(value, str):
         raise BadRecord(

@@ -1,13 +1,15 @@
-"""Records of files that hold several documents each: JSON lines, Parquet, Arrow, and Megatron's
-indexed datasets.
+"""Records of files that hold several documents each: JSON lines, CSV, Parquet, Arrow, and
+Megatron's indexed datasets.
 
 .jsonl .jsonl.gz .jsonl.zst    one record per line; a list of messages is a record with the field `messages`
 .json                          a list of such records, or one per line; read only where it is named, not in directories
+.csv                           one record per row, whose fields the first row names; read as .json
 .parquet                       one record per row
 .arrow                         one record per row: a directory that the package `datasets` saved
 .idx with .bin                 one record per document of an indexed dataset of Megatron-LM, with the field `tokens`
 """
 
+import csv
 import functools
 import gzip
 import io
@@ -26,8 +28,10 @@ from jaxlc.core.files import parse_json, read_limited
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
 ARRAY_SUFFIX = ".json"
+CSV_SUFFIX = ".csv"
 LISTED_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)  # in directories
-RECORD_SUFFIXES = (*LISTED_SUFFIXES, ARRAY_SUFFIX)
+NAMED_SUFFIXES = (ARRAY_SUFFIX, CSV_SUFFIX)  # read only where files are named
+RECORD_SUFFIXES = (*LISTED_SUFFIXES, *NAMED_SUFFIXES)
 _RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
 # A file may be much smaller than its records: compressed ones are read in a stream, and each record
 # has these limits.
@@ -74,6 +78,8 @@ def read_records(
         numbered = enumerate(items, start=1)
     elif path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
         numbered = _json_records(path, lines)
+    elif path.name.endswith(CSV_SUFFIX):
+        numbered = enumerate(_csv_records(path, setting), start=1)
     elif path.name.endswith(MEGATRON_SUFFIX):
         numbered = enumerate(_megatron_records(path), start=1)
     else:
@@ -160,6 +166,24 @@ def _list_in(path: Path) -> list[Any] | None:
     except ValueError:
         return None
     return [items] if isinstance(_fields(items, ""), dict) else items
+
+
+def _csv_records(path: Path, setting: str) -> Iterator[dict[str, str] | BadRecord]:
+    """The rows of a CSV file after its first one, which has the names of the fields."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as lines:
+            rows = csv.reader(lines, strict=True)
+            names = next(rows, [])
+            for row in rows:
+                if len(row) == len(names):
+                    yield dict(zip(names, row))
+                elif row:  # not an empty line
+                    yield BadRecord(f"{len(row)} values for {len(names)} fields; fix this row")
+    except csv.Error as error:
+        raise UserError(
+            f"cannot read {str(path)!r} as CSV ({reason_of(error)}); fix it or remove it from {setting}"
+        ) from error
 
 
 @contextmanager

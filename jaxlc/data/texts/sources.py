@@ -21,7 +21,7 @@ from typing import NamedTuple
 from jaxlc.config.models import hub
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
-from jaxlc.data.texts.records import ARRAY_SUFFIX, LISTED_SUFFIXES
+from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES
 
 PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -78,7 +78,7 @@ def list_files(
         if not named_paths:
             raise UserError(
                 f"{setting}: {source!r} contains no file with a supported suffix ({', '.join(suffixes)});"
-                f" use a different source, or the paths of {ARRAY_SUFFIX} files"
+                f" use a different source, or the paths of {' or '.join(NAMED_SUFFIXES)} files"
             )
         num_listed += len(named_paths)
         for name, path in sorted(named_paths):
@@ -113,7 +113,7 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
         files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
         return [(name, path) for name, path in files if _INSTALLED_PACKAGES.isdisjoint(path.parts)]
     path = local_path(source)
-    suffixes = (*suffixes, *[ARRAY_SUFFIX] * source.endswith(ARRAY_SUFFIX))
+    suffixes = (*suffixes, *(x for x in NAMED_SUFFIXES if source.endswith(x)))
     if path.is_dir():
         return _files_below(path, suffixes)
     if path.is_file():

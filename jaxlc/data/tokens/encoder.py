@@ -65,7 +65,11 @@ def trained_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | Non
     """
     data = config.data
     has_chats = (
-        any(source.has_chats for source in data.mixture) or data.traces or config.rollouts.prompts
+        any(source.has_chats for source in data.mixture)
+        or data.eval_chat_format
+        or data.eval_chat_field
+        or data.traces
+        or config.rollouts.prompts
     )
     return (
         template_if_any(data.chat_template, tokenizer) if data.chat_template or has_chats else None
