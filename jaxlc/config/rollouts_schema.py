@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import Above0UpTo1, From1, FromMinus1
+from jaxlc.config.ranges import Above0UpTo1, From0UpTo1, From1, FromMinus1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,18 @@ class RolloutsConfig:
     max_replacements: int = 0
     # model: sample from the smallest set of tokens with at least this probability
     top_p: Above0UpTo1[float] = 1.0
+    # model: FILE.py:FUNCTION or MODULE:FUNCTION, an `async def` that is called as FUNCTION(client, record) for each
+    # answer and returns trajectories of the client, of any number of turns. Empty: one answer to the prompt.
+    agent: str = ""
     # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
-    # record of the prompt; it returns a number.
+    # record of the prompt, or as FUNCTION(group, record); it returns a number, or one for each answer of the group
     reward: str = ""
-    # model: the run ends if a call of the reward takes longer; 0: no limit
+    # model: a call of the reward that takes longer has failed; 0: no limit
     reward_seconds: float = 60.0
+    reward_retries: int = 1  # model: calls of the reward after one that has failed
+    # model: the run ends if a larger share of the answers of a step has no reward, since the reward or the agent has
+    # failed; otherwise those are counted and not trained on
+    max_failed: From0UpTo1[float] = 0.0
     # files: traces with more training steps than this between policy_step and their use are left out. -1: no limit
     max_policy_age: FromMinus1[int] = -1
     # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the

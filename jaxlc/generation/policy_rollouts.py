@@ -1,7 +1,10 @@
 """Rollouts by the policy itself, on the mesh of the run: answers to prompts, with their rewards."""
 
+import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import queue
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,7 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config.models.pretrained import original_of
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import displayed
+from jaxlc.core.errors import Unsupported
 from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.sequences.source import DataSource
@@ -20,8 +22,15 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.sampling import Sampling
-from jaxlc.posttrain.records import encoded_experts
-from jaxlc.posttrain.rewards import load_reward, rewarded
+from jaxlc.posttrain.agents import (
+    FAILED,
+    Request,
+    Turn,
+    check_failures,
+    make_agents,
+    seed_of,
+)
+from jaxlc.posttrain.rewards import in_thread
 from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
 from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
@@ -47,14 +56,15 @@ class PolicyRollouts:
     ):
         self._step, self._tokenizer, self._num_prompts = step, tokenizer, len(prompts)
         self._prompts = (*prompts, *eval_prompts)
-        self._reward = load_reward(step.config.rollouts.reward)
+        self._agents = make_agents(step.config, tokenizer, self._prompts)
         self._generator: Generator | None = None
 
     @property
     def lines(self) -> list[str]:
         """Memory of the rollouts, for the start report."""
-        longest = max(len(prompt.ids) for prompt in self._prompts)
-        memory = rollout_memory(self._step, longest + self._step.config.rollouts.max_tokens)
+        rollouts = self._step.config.rollouts
+        longest = max(len(prompt.ids) for prompt in self._prompts) + rollouts.max_tokens
+        memory = rollout_memory(self._step, 0 if rollouts.agent else longest)
         return [
             f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
             f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB",
@@ -95,39 +105,37 @@ class PolicyRollouts:
         traces = self._answers(params, numbers, step, _HELDOUT, path, workdir)
         means = np.zeros(len(_MEANS))
         if traces:
+            write_rollouts(traces, path)
+            traces = [trace for trace in traces if FAILED not in trace]
             rewards = [trace["reward"] for trace in traces]
             lengths = [sum(trace["loss_mask"]) for trace in traces]
             truncated = np.mean([trace["truncated"] for trace in traces])
             means[:] = np.mean(rewards), np.std(rewards), np.mean(lengths), truncated
-            write_rollouts(traces, path)
         return dict(zip(_MEANS, broadcast_one_to_all(means).tolist()))
 
     def _answers(
         self, params: dict, prompts: list[int], step: int, attempt: int, path: Path, workdir: Path
     ) -> list[dict[str, Any]]:
-        """The answers to prompts with their rewards, in process 0; in others none."""
-        settings = self._step.config.rollouts
-        numbers = np.repeat(prompts, settings.answers_per_prompt).tolist()
-        generations = self._generate(params, numbers, step, attempt, workdir)
-        if jax.process_index() != 0:
-            return []
-        traces = [
-            _trace(self._prompts[number], generation, f"{step}-{number}", step - 1)
-            for number, generation in zip(numbers, generations, strict=True)
-        ]
+        """The answers to prompts with their rewards, in process 0; in others none.
+
+        Agents run in a thread of process 0, and this thread of all processes answers them together.
+        """
+        num_agents = len(prompts) * self._step.config.rollouts.answers_per_prompt
+        rounds, result = _Rounds(num_agents), None
+        if jax.process_index() == 0:
+            answers = self._agents.rollouts(prompts, step, step - 1, rounds)
+            result = rounds.started(answers)
+        generator = self._with_params(params)
         try:
-            for number, trace in zip(numbers, traces):
-                trace["reward"] = rewarded(
-                    self._reward,
-                    **trace["text"],
-                    record=self._prompts[number].record,
-                    limit_seconds=settings.reward_seconds,
-                )
-        except UserError as error:
-            # a name that is not read as the file of a step
-            kept = path.with_suffix(f".unrewarded{path.suffix}")
-            write_rollouts(traces, kept)
-            raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
+            while len(batch := _shared(rounds.next() if result else [])):
+                turns = self._generate(generator, batch, num_agents, step, attempt, workdir)
+                rounds.answer(turns)
+        finally:  # the next training step donates the parameters
+            generator.set_params(None)
+        if result is None:
+            return []
+        traces = result.result()
+        check_failures(traces, self._step.config, path)
         return traces
 
     def _prompts_of_step(self, step: int) -> list[int]:
@@ -136,33 +144,106 @@ class PolicyRollouts:
         seed = self._step.config.data.seed
         return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
-    def _generate(
-        self, params: dict, numbers: list[int], step: int, attempt: int, workdir: Path
-    ) -> list[Generation]:
-        settings, config = self._step.config.rollouts, self._step.config
-        original = original_of(config.model.init_from, workdir)
-        stops = stops_of(config, self._tokenizer, original)
+    def _with_params(self, params: dict) -> Generator:
         if self._generator is None:
             self._generator = Generator(self._step, params, self._tokenizer)
         else:
             self._generator.set_params(params)
-        seed = np.random.SeedSequence([config.data.seed % 2**32, step, attempt])
+        return self._generator
+
+    def _generate(
+        self,
+        generator: Generator,
+        batch: list[Request],
+        num_agents: int,
+        step: int,
+        attempt: int,
+        workdir: Path,
+    ) -> list[Turn]:
+        config = self._step.config
+        stops = stops_of(config, self._tokenizer, original_of(config.model.init_from, workdir))
         sampling = Sampling(
             temperature=config.posttrain.temperature,
-            top_p=settings.top_p,
-            seed=int(seed.generate_state(1)[0]),
+            top_p=config.rollouts.top_p,
+            seed=seed_of(config, step, attempt),
             scales_log_probs=True,
         )
-        try:
-            return self._generator(
-                [self._prompts[number].ids for number in numbers],
-                max_tokens=settings.max_tokens,
-                sampling=sampling,
-                stop=stops.texts,
-                stop_ids=stops.ids,
-            )
-        finally:  # the next training step donates the parameters
-            self._generator.set_params(None)
+        generations = generator(
+            [request.ids for request in batch],
+            max_tokens=max(request.max_tokens for request in batch),
+            sampling=sampling,
+            stop=stops.texts,
+            stop_ids=stops.ids,
+            indices=[request.number * num_agents + request.agent for request in batch],
+        )
+        return [self._turn(*pair) for pair in zip(batch, generations, strict=True)]
+
+    def _turn(self, request: Request, generation: Generation) -> Turn:
+        """The answer to a request, which may be for fewer tokens than others of its batch."""
+        tokens, experts = generation.tokens[: request.max_tokens], generation.experts
+        is_cut = len(tokens) < len(generation.tokens)
+        return Turn(
+            tokens=tokens,
+            log_probs=generation.log_probs[: len(tokens)],
+            text=self._tokenizer.decode(tokens) if is_cut else generation.text,
+            reason="length" if is_cut else generation.finish_reason,
+            experts=None if experts is None else experts[: len(request.ids) + len(tokens) - 1],
+        )
+
+
+class _Rounds:
+    """Collects the requests of agents: a batch has those of all agents that run."""
+
+    def __init__(self, num_agents: int):
+        self._running = set(range(num_agents))
+        self._waiting: dict[tuple[int, int], tuple[Request, asyncio.Future]] = {}
+        self._batches: queue.SimpleQueue[list] = queue.SimpleQueue()
+        self._answered: list[asyncio.Future] = []
+        self._loop = asyncio.new_event_loop()
+
+    def started(self, rollouts: Coroutine[Any, Any, list]) -> Future:
+        """Runs the agents in another thread."""
+        result = in_thread(lambda: self._loop.run_until_complete(rollouts))
+        result.add_done_callback(lambda _: self._batches.put([]))
+        return result
+
+    async def sample(self, request: Request) -> Turn:
+        future = self._loop.create_future()
+        self._waiting[request.agent, request.number] = request, future
+        self._send()
+        return await future
+
+    def end(self, agent: int) -> None:
+        self._running.discard(agent)
+        self._send()
+
+    def _send(self) -> None:
+        # an agent that waits for a tool asks soon
+        if self._waiting and self._running <= {agent for agent, _ in self._waiting}:
+            self._batches.put([self._waiting[key] for key in sorted(self._waiting)])
+            self._waiting = {}
+
+    def next(self) -> list[Request]:
+        """Waits for a batch; none: all agents have ended."""
+        batch = self._batches.get()
+        self._answered = [future for _, future in batch]
+        return [request for request, _ in batch]
+
+    def answer(self, turns: list[Turn]) -> None:
+        for future, turn in zip(self._answered, turns):
+            self._loop.call_soon_threadsafe(future.set_result, turn)
+
+
+def _shared(batch: list[Request]) -> list[Request]:
+    """The requests of process 0, in all processes."""
+    longest = max((len(request.ids) for request in batch), default=0)
+    shape = broadcast_one_to_all(np.array([len(batch), longest + 4], np.int32))
+    table = np.zeros(shape, np.int32)
+    for row, request in zip(table, batch):
+        row[:4] = len(request.ids), *request[1:]
+        row[4 : 4 + len(request.ids)] = request.ids
+    table = broadcast_one_to_all(table) if len(table) else table
+    return [Request(row[4 : 4 + row[0]], *row[1:4].tolist()) for row in table]
 
 
 def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts | None:
@@ -184,21 +265,7 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
 def _num_without_advantage(traces: Sequence[Mapping[str, Any]]) -> int:
     rewards: dict[str, set[float]] = {}
     for trace in traces:
-        rewards.setdefault(trace["group"], set()).add(trace["reward"])
-    return sum(len(values) == 1 for values in rewards.values())
-
-
-def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
-    """The record of an answer, without its reward."""
-    ids, experts = prompt.ids, generation.experts
-    recorded = {} if experts is None else dict(routed_experts=encoded_experts(experts))
-    return dict(
-        **recorded,
-        tokens=[*ids.tolist(), *generation.tokens.tolist()],
-        loss_mask=[0] * len(ids) + [1] * len(generation.tokens),
-        group=group,
-        policy_step=policy_step,
-        truncated=generation.finish_reason == "length",
-        sampled_log_probs=generation.log_probs.tolist(),
-        text=dict(prompt=prompt.text, answer=generation.text),  # for people
-    )
+        rewards.setdefault(trace["group"], set())
+        if FAILED not in trace:
+            rewards[trace["group"]].add(trace["reward"])
+    return sum(len(values) < 2 for values in rewards.values())

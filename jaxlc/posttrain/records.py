@@ -25,6 +25,7 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
     reference_log_probs   the same, of the reference model
     truncated             true: the answer was cut off at its maximum length
     policy_step           of rollouts: the training step after which the weights that made the answer were exported
+    failed                of rollouts: why there is no reward; the record is counted and not trained on
 
 With posttrain.replay_routing, they have the experts of each token but the last, which is no input:
 
@@ -69,7 +70,7 @@ from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # all that a record of traces may have
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "trajectory", "reward", "advantage",
-    "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step",
+    "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step", "failed",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")

@@ -1,81 +1,123 @@
-"""Rewards of answers: a function of the user's, with a limit of its time."""
+"""Rewards of answers: a function of the user's, with retries and a limit of its time."""
 
+import asyncio
+import functools
 import importlib
 import importlib.util
-import math
+import inspect
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
+from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
 
-Reward = Callable[[str, str, Mapping[str, Any]], float]  # prompt, answer, the record of the prompt
+# (prompt, answer, record) and fields of `Answer` by name, or (group, record); see docs/post_training.md
+Reward = Callable[..., Any]
 _SETTING = "config.rollouts.reward"
+_MORE = ("turns", "tokens", "reason")
+T = TypeVar("T")
 
 
-def load_reward(name: str) -> Reward:
+class Answer(NamedTuple):
+    """What a reward gets of an answer."""
+
+    prompt: str
+    answer: str  # the text of the last turn
+    turns: list[str]  # the texts of all turns of the policy
+    tokens: list[list[int]]  # of each context, with its prompt
+    reason: str  # why the last turn ended, see `agents.Turn`
+
+
+def load_function(name: str, setting: str) -> Callable[..., Any]:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION.
 
+    Args:
+      setting: that has this name, for errors.
     Raises:
       UserError: there is no such function, or its module raises an error.
     """
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UserError(
-            f"invalid value {name!r} for {_SETTING}: expected FILE.py:FUNCTION or MODULE:FUNCTION"
+            f"invalid value {name!r} for {setting}: expected FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        raise UserError(f"{_SETTING}={name!r} cannot be loaded: {reason_of(error)}") from error
-    reward = getattr(module, function, None)
-    if not callable(reward):
-        raise UserError(f"{_SETTING}={name!r}: {place} has no function {function!r}")
-    return reward
+        raise UserError(f"{setting}={name!r} cannot be loaded: {reason_of(error)}") from error
+    result = getattr(module, function, None)
+    if not callable(result):
+        raise UserError(f"{setting}={name!r}: {place} has no function {function!r}")
+    return result
 
 
 def _module_of_file(place: str):
-    spec = importlib.util.spec_from_file_location("jaxlc_reward", local_path(place))
+    spec = importlib.util.spec_from_file_location("jaxlc_function", local_path(place))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def rewarded(
-    reward: Reward, prompt: str, answer: str, record: Mapping[str, Any], limit_seconds: float
-) -> float:
-    """`reward(prompt, answer, record)`.
-
-    Args:
-      limit_seconds: 0: no limit.
-    Raises:
-      UserError: the function raises an error, takes longer, or returns no finite number.
+async def rewards_of(
+    reward: Reward, group: Sequence[Answer], record: Mapping[str, Any], settings: RolloutsConfig
+) -> list[float | str]:
+    """The reward of each answer to a prompt, or why it failed after settings.reward_retries. Calls
+    of an asynchronous function overlap.
     """
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    names = inspect.signature(reward).parameters
+    if "group" in names:
+        return await _retried(lambda: reward(list(group), record), len(group), settings)
+    calls = []
+    for answer in group:
+        more = {name: getattr(answer, name) for name in _MORE if name in names}
+        call = functools.partial(reward, answer.prompt, answer.answer, record, **more)
+        calls.append(_retried(call, 1, settings))
+    if inspect.iscoroutinefunction(reward):
+        results = await asyncio.gather(*calls)
+    else:
+        results = [await call for call in calls]
+    return [x for (x,) in results]
 
-    def call() -> None:
+
+async def _retried(
+    call: Callable[[], Any], num_numbers: int, settings: RolloutsConfig
+) -> list[float | str]:
+    """The numbers that a call returns, or why the last one failed."""
+    limit, problem = settings.reward_seconds, ""
+    for _ in range(settings.reward_retries + 1):
         try:
-            results.append(float(reward(prompt, answer, record)))
-        except BaseException as error:  # also SystemExit: it would end this thread without a word
-            errors.append(error)
+            value = await asyncio.wait_for(_called(call), limit or None)
+            numbers = np.atleast_1d(np.array(value, float))
+            if numbers.shape == (num_numbers,) and np.isfinite(numbers).all():
+                return numbers.tolist()
+            problem = f"returned {value}: expected {num_numbers} finite number"
+        except TimeoutError:
+            problem = f"took longer than config.rollouts.reward_seconds={limit:g}"
+        except Exception as error:
+            problem = f"failed: {reason_of(error)}"
+    return [f"{_SETTING} {problem}"] * num_numbers
 
-    # Python cannot end it, but the process can end without it
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(limit_seconds or None)
-    if thread.is_alive():
-        raise UserError(
-            f"{_SETTING} took longer than config.rollouts.reward_seconds={limit_seconds:g}, for the answer"
-            f" {answer[:80]!r}"
-        )
-    if errors:
-        raise UserError(
-            f"{_SETTING} failed for the answer {answer[:80]!r}: {reason_of(errors[0])}"
-        ) from errors[0]
-    if not math.isfinite(results[0]):
-        raise UserError(
-            f"{_SETTING} returned {results[0]} for the answer {answer[:80]!r}: expected a finite number"
-        )
-    return results[0]
+
+async def _called(call: Callable[[], Any]) -> Any:
+    value = await asyncio.wrap_future(in_thread(call))
+    return await value if inspect.isawaitable(value) else value
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Calls a function in a daemon thread, without which the process can end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(call())
+        except BaseException as error:  # also SystemExit, which would end the thread silently
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -172,9 +172,16 @@ def open_traces(
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
     fields = FIELDS + EXPERTS_FIELDS if posttrain.replay_routing else FIELDS
-    read, warnings = _read(
-        config, tokenizer, sources or data.traces, _SETTING, TraceReader.read, fields
-    )
+    num_failed = 0
+
+    def read_record(reader: TraceReader, record: Record) -> list[Trace]:
+        nonlocal num_failed
+        if isinstance(record.values, dict) and record.values.get("failed"):
+            num_failed += 1
+            return []
+        return reader.read(record)
+
+    read, warnings = _read(config, tokenizer, sources or data.traces, _SETTING, read_record, fields)
     traces = list(_fitting(read, data, warnings))
     num_read = len(traces)
     if step is not None and config.rollouts.max_policy_age >= 0:
@@ -211,7 +218,7 @@ def open_traces(
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
-    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
+    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces), failed=num_failed)
     if posttrain.replay_routing:
         parts = [x for part in all_trees for tree in part for x in tree.experts_differ]
         differ = np.concatenate([np.zeros(0, bool), *parts])

@@ -1,7 +1,10 @@
 """Post-training by command: log-probabilities of traces, a run on them, and its resume."""
 
+import asyncio
 import base64
+import functools
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -20,10 +23,11 @@ import jaxlc
 from jaxlc.checkpoints.files import read_meta
 from jaxlc.cli import logprobs
 from jaxlc.config import defaults, with_settings
+from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.policy_rollouts import PolicyRollouts
-from jaxlc.posttrain.rewards import rewarded
+from jaxlc.posttrain.rewards import Answer, rewards_of
 from jaxlc.posttrain.traces import open_prompts
 from scripts import kill_drill
 from tests.train.runs import (
@@ -402,20 +406,40 @@ def test_rollouts_of_experts_are_replayed_and_scored(rollouts, tmp_path):
     train(config, tmp_path / "traces", data__traces=scored, **settings | dict(train__steps=1))
 
 
+ANSWERS = [Answer("a", "b", ["c", "b"], [[1, 2]], "stop"), Answer("a", "d", ["d"], [[3]], "length")]
+
+
+async def _length(prompt, answer, record, tokens, reason):
+    return len(tokens[0]) + record["bonus"] + (reason == "length")
+
+
 @pytest.mark.parametrize(
-    "reward, words",
+    "reward, expected",
     [
-        (
-            lambda *_: time.sleep(10),
-            "took longer than config.rollouts.reward_seconds=0.1, for the answer 'b'",
-        ),
-        (lambda *_: float("nan"), "returned nan for the answer 'b': expected a finite number"),
-        (lambda *_: "no number", "failed for the answer 'b': could not convert string to float"),
+        (lambda *_: time.sleep(10), "took longer than config.rollouts.reward_seconds=0.1"),
+        (lambda *_: float("nan"), "returned nan: expected 1 finite number"),
+        (lambda *_: "no number", "failed: could not convert string to float"),
+        (lambda group, record: [1], "returned [1]: expected 2 finite number"),
+        (lambda group, record: [len(x.turns) for x in group], [2, 1]),
+        (lambda x, y, record, turns: len(turns) + record["bonus"], [2.5, 1.5]),
+        (_length, [2.5, 2.5]),
     ],
 )
-def test_invalid_reward_raises(reward, words):
-    with pytest.raises(UserError, match=words):
-        rewarded(reward, "a", "b", {}, 0.1)
+def test_reward_is_called_by_answer_or_group_and_never_0_after_a_failure(reward, expected):
+    calls = []
+
+    @functools.wraps(reward)
+    def counted(*args, **fields):
+        calls.append(args)
+        return reward(*args, **fields)
+
+    settings = RolloutsConfig(reward_seconds=0.1, reward_retries=2)
+    rewards = asyncio.run(rewards_of(counted, ANSWERS, dict(bonus=0.5), settings))
+    if isinstance(expected, list):
+        assert rewards == expected
+    else:
+        num_calls = 1 if "group" in inspect.signature(reward).parameters else 2
+        assert all(expected in x for x in rewards) and len(calls) == 3 * num_calls
 
 
 @pytest.mark.heavy

@@ -136,8 +136,11 @@ _OF_MODEL = (
     "max_tokens",
     "max_replacements",
     "top_p",
+    "agent",
     "reward",
     "reward_seconds",
+    "reward_retries",
+    "max_failed",
 )
 
 

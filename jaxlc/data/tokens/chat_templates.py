@@ -90,6 +90,7 @@ _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
 _MAX_SOURCE_CHARACTERS = 1 << 18
 # the messages of a chat that shows which markers a template has
 _QUESTION, _ANSWER = "Question", "Answer"
+_STAND_IN = "\ufdd2"  # an answer that no other text contains
 # A tag, or a comment, which may contain the text of one.
 _COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
 _NO_TEXT = ("role", "name", "tool_call_id")  # fields of messages that templates need not render
@@ -276,6 +277,22 @@ class ChatTemplate:
             last = chat.messages[-1]["content"]  # which templates may strip
             text = "".join(text.rpartition(last if last in text else last.strip())[:2])
         return MarkedText(text, where, left_out=_left_out(chat, text))
+
+    def continuation(self, new: Chat, where: str) -> str:
+        """The text from the end of an answer to the start of the next one, after new messages.
+
+        Templates may render an answer differently once messages follow it, so the text is what
+        follows an answer that stands for any other.
+
+        Raises:
+          BadRecord: the template raises an error, or does not render the answer.
+        """
+        messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_STAND_IN)]
+        text = self._text(Chat([*messages, *new.messages], new.tools), None, True, where)
+        _, found, after = text.partition(_STAND_IN)
+        if not found:
+            raise BadRecord(f"{where}: {self.name} does not render an answer before other messages")
+        return after
 
     def _answers_by_prompts(
         self, text: str, chat: Chat, numbers: Sequence[int], where: str

@@ -193,6 +193,21 @@ class Encoder:
         ((ids, _),) = self.encode([MarkedText(text, where)])
         return ids, text
 
+    def continued(self, ids: np.ndarray, new: Chat, where: str) -> np.ndarray:
+        """Token IDs that end with an answer, and those of the messages after it and of the next
+        prompt; the given ones do not change.
+
+        Raises:
+          BadRecord: see `ChatTemplate.continuation`.
+        """
+        end = self.template.end_of_turn
+        ((end_ids, _),) = self.encode([MarkedText(end, where)])
+        text = self.template.continuation(new, where)
+        if len(end_ids) and np.array_equal(ids[-len(end_ids) :], end_ids):
+            text = text.removeprefix(end)
+        ((new_ids, _),) = self.encode([MarkedText(text, where)])
+        return np.concatenate([ids, new_ids])
+
     def _note_chat(self, chat: Chat, rendered: MarkedText) -> None:
         for name in rendered.left_out:
             self.notes.add(
