@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from jaxlc.config import Config
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import Unsupported
 from jaxlc.core.text import gib
@@ -35,7 +36,7 @@ from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
 from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
-_HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
+HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
 _MEANS = ("mean", "deviation", "answer_tokens", "truncated")
 
 
@@ -78,7 +79,7 @@ class PolicyRollouts:
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
         config, num_prompts = self._step.config, self._num_prompts
-        prompts, traces = self._prompts_of_step(step), []
+        prompts, traces = prompts_of_step(config, num_prompts, step), []
         asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
         for attempt in itertools.count():
             traces += self._answers(params, prompts, step, attempt, path, workdir)
@@ -102,16 +103,8 @@ class PolicyRollouts:
         parameters of `step`; every process calls it.
         """
         numbers = list(range(self._num_prompts, len(self._prompts)))
-        traces = self._answers(params, numbers, step, _HELDOUT, path, workdir)
-        means = np.zeros(len(_MEANS))
-        if traces:
-            write_rollouts(traces, path)
-            traces = [trace for trace in traces if FAILED not in trace]
-            rewards = [trace["reward"] for trace in traces]
-            lengths = [sum(trace["loss_mask"]) for trace in traces]
-            truncated = np.mean([trace["truncated"] for trace in traces])
-            means[:] = np.mean(rewards), np.std(rewards), np.mean(lengths), truncated
-        return dict(zip(_MEANS, broadcast_one_to_all(means).tolist()))
+        traces = self._answers(params, numbers, step, HELDOUT, path, workdir)
+        return means_of(traces, path)
 
     def _answers(
         self, params: dict, prompts: list[int], step: int, attempt: int, path: Path, workdir: Path
@@ -138,12 +131,6 @@ class PolicyRollouts:
         check_failures(traces, self._step.config, path)
         return traces
 
-    def _prompts_of_step(self, step: int) -> list[int]:
-        num_prompts, per_step = self._num_prompts, self._step.config.rollouts.prompts_per_step
-        positions = [divmod(i, num_prompts) for i in range((step - 1) * per_step, step * per_step)]
-        seed = self._step.config.data.seed
-        return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
-
     def _with_params(self, params: dict) -> Generator:
         if self._generator is None:
             self._generator = Generator(self._step, params, self._tokenizer)
@@ -168,15 +155,18 @@ class PolicyRollouts:
             seed=seed_of(config, step, attempt),
             scales_log_probs=True,
         )
+        # a power of two, since each number of prompts has its own programs
+        num_more = min(num_agents, 2 ** (len(batch) - 1).bit_length()) - len(batch)
+        padded = batch + batch[:1] * num_more
         generations = generator(
-            [request.ids for request in batch],
+            [request.ids for request in padded],
             max_tokens=max(request.max_tokens for request in batch),
             sampling=sampling,
             stop=stops.texts,
             stop_ids=stops.ids,
-            indices=[request.number * num_agents + request.agent for request in batch],
+            indices=[request.number * num_agents + request.agent for request in padded],
         )
-        return [self._turn(*pair) for pair in zip(batch, generations, strict=True)]
+        return [self._turn(*pair) for pair in zip(batch, generations)]
 
     def _turn(self, request: Request, generation: Generation) -> Turn:
         """The answer to a request, which may be for fewer tokens than others of its batch."""
@@ -260,6 +250,27 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
             "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
         )
     return PolicyRollouts(step, source.tokenizer, source.prompts, source.eval_prompts)
+
+
+def means_of(traces: Sequence[dict[str, Any]], path: Path) -> dict[str, float]:
+    """Means over the answers of process 0, which writes them to `path`, in all processes."""
+    means = np.zeros(len(_MEANS))
+    if traces:
+        write_rollouts(traces, path)
+        rewarded = [trace for trace in traces if FAILED not in trace]
+        rewards = [trace["reward"] for trace in rewarded]
+        lengths = [sum(trace["loss_mask"]) for trace in rewarded]
+        truncated = np.mean([trace["truncated"] for trace in rewarded])
+        means[:] = np.mean(rewards), np.std(rewards), np.mean(lengths), truncated
+    return dict(zip(_MEANS, broadcast_one_to_all(means).tolist()))
+
+
+def prompts_of_step(config: Config, num_prompts: int, step: int) -> list[int]:
+    """The numbers of the prompts of a step."""
+    per_step = config.rollouts.prompts_per_step
+    positions = [divmod(i, num_prompts) for i in range((step - 1) * per_step, step * per_step)]
+    seed = config.data.seed
+    return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
 
 def _num_without_advantage(traces: Sequence[Mapping[str, Any]]) -> int:

@@ -1,0 +1,210 @@
+"""Agents: the tokens of their turns and contexts, failures, and the batches of the own sampler."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from jaxlc.config import Config, load, read_config
+from jaxlc.core.errors import UserError
+from jaxlc.data.texts.documents import Chat
+from jaxlc.data.tokens.chat_templates import MarkedText
+from jaxlc.data.tokens.encoder import Encoder
+from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.generation.policy_rollouts import _Rounds
+from jaxlc.posttrain.agents import Agents, Client, Request, Turn, check_failures, make_agents
+from jaxlc.posttrain.traces import Prompt, open_traces
+from jaxlc.posttrain.trees import groups_of
+from tests.data.chat_styles import STYLES, write_tokenizer
+
+QUESTION = dict(role="user", content="3 + 4 + 1")
+PROMPT = Prompt(np.array([2, 14, 15], np.int32), "3 + 4 + 1", dict(numbers=[3, 4, 1]), "p:1")
+
+
+def mini(**rollouts) -> Config:
+    config = read_config("agent_128k:mini")
+    config.data.seq_len = 2048
+    config.rollouts.update(answers_per_prompt=2, **rollouts)
+    return load(config)
+
+
+def agents_of(config: Config, **changed) -> Agents:
+    tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
+    return make_agents(config, tokenizer, [PROMPT, PROMPT._replace(where="p:2")])
+
+
+class Scripted:
+    """A sampler with fixed answers for each agent, in turn."""
+
+    def __init__(self, *answers: str, with_experts: bool = False):
+        self.answers, self.with_experts, self.requests, self.ended = answers, with_experts, [], []
+
+    async def sample(self, request: Request) -> Turn:
+        await asyncio.sleep(0)
+        self.requests.append(request)
+        text = self.answers[request.number]
+        tokens = np.array([*self.encoder.plain(text, ""), 3], np.int32)
+        log_probs = -np.arange(1.0, len(tokens) + 1) - request.number
+        experts = np.full((len(request.ids) + len(tokens) - 1, 1, 1), request.number)
+        return Turn(tokens, log_probs, text, "stop", experts if self.with_experts else None)
+
+    def end(self, agent: int) -> None:
+        self.ended.append(agent)
+
+
+def rollouts_of(agents: Agents, sampler: Scripted, numbers=(0,)) -> list[dict]:
+    sampler.encoder = agents.encoder
+    return asyncio.run(agents.rollouts(numbers, 5, 4, sampler))
+
+
+def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
+    """The calculator of the recipe: a call, its result, a call, a summary, and the sum."""
+    config = mini()
+    agents, sampler = agents_of(config), Scripted("<tool_call>", "2 <tool_call>", "8")
+    records = rollouts_of(agents, sampler)
+    assert sampler.ended == [0, 1] and [x["trajectory"] for x in records] == ["0", "0", "1", "1"]
+    first, second = records[:2]
+    decode = agents.encoder.tokenizer.decode
+    sampled = [np.array(x["tokens"])[np.array(x["loss_mask"], bool)] for x in (first, second)]
+    assert [decode(x).split() for x in sampled] == [["<tool_call>", "2", "<tool_call>"], ["8"]]
+    assert first["sampled_log_probs"] == [-1, -2, -2, -3, -4] and second["sampled_log_probs"] == [
+        -3,
+        -4,
+    ]
+    requests = [x for x in sampler.requests if x.agent == 0]
+    for request, record in zip(requests, (first, first, second)):  # each prompt is a prefix
+        np.testing.assert_array_equal(request.ids, record["tokens"][: len(request.ids)])
+    assert first["tokens"][: len(requests[1].ids)] == requests[1].ids.tolist()
+    assert {x["reward"] for x in records} == {1.0}
+    assert {(x["group"], x["policy_step"], x["truncated"]) for x in records} == {("5-0", 4, False)}
+    path = tmp_path / "5.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in records))
+    traces = open_traces(config, agents.encoder.tokenizer, (str(path),), step=5)
+    assert traces.rewards["reward"] == 1.0 and traces.rewards["policy_age"] == 0
+    assert len(list(groups_of(traces.train.traces))) == 0  # equal rewards have no advantage
+
+
+@pytest.mark.parametrize("style", ["chatml", "headers", "brackets", "reasoning"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_continued_tokens_are_those_of_the_template(style, is_cut, tmp_path):
+    """Also where a template renders an earlier answer without its reasoning: its tokens stay. An
+    answer that was cut gets the end of its turn.
+    """
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
+    encoder = Encoder(tokenizer, STYLES[style])
+    messages, answer = [dict(role="user", content="ab")], "cd"
+    answer = " " * (style == "brackets") + answer  # the template has a space before it
+    prompt, _ = encoder.prompt(Chat(messages), "")
+    end = "" if is_cut else encoder.template.end_of_turn
+    ((ids, _),) = encoder.encode([MarkedText(answer + end, "")])
+    before = np.concatenate([prompt, ids])
+    new = [dict(role="user", content="ef")]
+    continued = encoder.continued(before, Chat(new), "")
+    np.testing.assert_array_equal(continued[: len(before)], before)
+    whole = [*messages, dict(role="assistant", content=answer.strip()), *new]
+    expected, _ = encoder.prompt(Chat(whole), "")
+    if style != "reasoning":
+        np.testing.assert_array_equal(continued, expected)
+    else:
+        assert tokenizer.decode(continued, special_tokens=True).endswith(
+            tokenizer.decode(expected, special_tokens=True).partition(answer)[2]
+        )
+
+
+def test_branches_of_a_context_share_its_tokens_and_experts():
+    client = Client(PROMPT, agents_of(mini()).encoder, mini(), None)
+    sampler = Scripted("1", "2", "3", "4", with_experts=True)
+    sampler.encoder, numbers = client.encoder, iter(range(4))
+    client._sample = lambda ids, most: sampler.sample(Request(ids, most, 0, next(numbers)))
+
+    async def agent():
+        trajectory = client.trajectory()
+        first = await trajectory.ask([QUESTION])
+        for text in ("5", "6"):
+            await trajectory.ask([QUESTION, first.message, dict(role="user", content=text)])
+        await trajectory.sample([*trajectory.contexts[0].tokens, 9])
+        return trajectory
+
+    contexts = asyncio.run(agent()).contexts
+    assert len(contexts) == 2
+    left, right = (x.tokens[x.sampled].tolist() for x in contexts)
+    assert left[:2] == right[:2] == [15, 3] and left != right
+    lengths = [len(x.tokens) - 1 for x in contexts]
+    assert [len(x.experts) for x in contexts] == lengths and sum(left[-1:]) == 3
+    num_first = int(np.flatnonzero(contexts[0].sampled)[1])
+    assert all((x.experts[:num_first] == 0).all() and x.experts[num_first:].all() for x in contexts)
+
+
+def test_context_that_fills_the_sequence_gets_no_turn():
+    config = mini()
+    client = Client(PROMPT, agents_of(config).encoder, config, None)
+    turn = asyncio.run(client.trajectory().sample(np.zeros(2049, np.int32)))
+    assert turn.reason == "context" and not len(turn.tokens)
+
+
+async def _fails(client, record):
+    trajectory = client.trajectory()
+    await trajectory.sample(client.prompt.ids)
+    if client.prompt.where == "p:1":
+        raise RuntimeError("no tool")
+    return [trajectory]
+
+
+def _reward(prompt, answer, record, turns, state=[0]):  # noqa: B006
+    state[0] += 1
+    if state[0] in (1, 2):
+        raise RuntimeError("no judge")
+    return float(state[0])
+
+
+def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
+    """Two agents fail, and one reward fails twice; none of them is 0."""
+    config = mini(max_failed=0.75, reward_retries=1)
+    agents = agents_of(config)
+    object.__setattr__(agents, "agent", _fails)
+    object.__setattr__(agents, "reward", _reward)
+    records = rollouts_of(agents, Scripted("1"), (0, 1))
+    assert [x.get("failed", "") for x in records] == [
+        *["config.rollouts.agent failed: no tool"] * 2, "config.rollouts.reward failed: no judge", ""
+    ]  # fmt: skip
+    assert [x.get("reward") for x in records] == [None, None, None, 3.0]
+    check_failures(records, config, tmp_path / "5.jsonl")
+    with pytest.raises(
+        UserError, match=r"3 of 4 answers have no reward, .*max_failed=0.5; .*no tool"
+    ):
+        check_failures(records, mini(max_failed=0.5), tmp_path / "5.jsonl")
+    kept = tmp_path / "5.unrewarded.jsonl"
+    assert len(kept.read_text().splitlines()) == 4
+    traces = open_traces(config, agents.encoder.tokenizer, (str(kept),), step=5)
+    assert traces.rewards["failed"] == 3 and traces.rewards["reward"] == 3.0
+
+
+def test_batch_has_the_requests_of_all_agents_that_run():
+    """An agent that waits for a tool keeps the others waiting; one that has ended does not."""
+    rounds, batches = _Rounds(3), []
+
+    async def agent(number: int):
+        for turn in range(number + 1):
+            if number == 2:
+                await asyncio.sleep(0.05)
+            await rounds.sample(Request(np.zeros(1, np.int32), 1, number, turn))
+        rounds.end(number)
+
+    async def run():
+        await asyncio.gather(*map(agent, (2, 0, 1)))
+        return []
+
+    result = rounds.started(run())
+    while batch := rounds.next():
+        batches.append([(x.agent, x.number) for x in batch])
+        rounds.answer([None] * len(batch))
+    assert result.result() == [] and batches == [
+        [(0, 0), (1, 0), (2, 0)], [(1, 1), (2, 1)], [(2, 2)]
+    ]  # fmt: skip
+
+
+def test_agent_that_is_not_asynchronous_is_refused(tmp_path):
+    (tmp_path / "agent.py").write_text("def agent(client, record): ...")
+    with pytest.raises(UserError, match="is not asynchronous"):
+        agents_of(mini(agent=f"{tmp_path}/agent.py:agent"))
