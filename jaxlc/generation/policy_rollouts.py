@@ -166,7 +166,8 @@ class PolicyRollouts:
             stop_ids=stops.ids,
             indices=[request.number * num_agents + request.agent for request in padded],
         )
-        return [self._turn(*pair) for pair in zip(batch, generations)]
+        generations = generations[: len(batch)]
+        return [self._turn(*pair) for pair in zip(batch, generations, strict=True)]
 
     def _turn(self, request: Request, generation: Generation) -> Turn:
         """The answer to a request, which may be for fewer tokens than others of its batch."""
