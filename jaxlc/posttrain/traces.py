@@ -172,17 +172,9 @@ def open_traces(
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
     fields = FIELDS + EXPERTS_FIELDS if posttrain.replay_routing else FIELDS
-    num_failed = 0
-
-    def read_record(reader: TraceReader, record: Record) -> list[Trace]:
-        nonlocal num_failed
-        if isinstance(record.values, dict) and record.values.get("failed"):
-            num_failed += 1
-            return []
-        return reader.read(record)
-
-    read, warnings = _read(config, tokenizer, sources or data.traces, _SETTING, read_record, fields)
-    traces = list(_fitting(read, data, warnings))
+    read, warnings = _read(config, tokenizer, sources or data.traces, _SETTING, _trace_of, fields)
+    trained = [trace for trace in read if trace is not None]
+    traces = list(_fitting(trained, data, warnings))
     num_read = len(traces)
     if step is not None and config.rollouts.max_policy_age >= 0:
         traces = _recent(traces, step, config.rollouts.max_policy_age)
@@ -218,7 +210,8 @@ def open_traces(
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
-    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces), failed=num_failed)
+    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
+    rewards["failed"] = float(len(read) - len(trained))
     if posttrain.replay_routing:
         parts = [x for part in all_trees for tree in part for x in tree.experts_differ]
         differ = np.concatenate([np.zeros(0, bool), *parts])
@@ -242,6 +235,13 @@ def open_traces(
         rewards=rewards,
         masks_truncated=masks_truncated,
     )
+
+
+def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
+    """None: of an agent or a reward that has failed."""
+    if isinstance(record.values, dict) and record.values.get("failed"):
+        return [None]
+    return reader.read(record)
 
 
 def _steps(groups: Sequence[Group], config: Config) -> tuple[list[list[Tree]], dict[str, Any]]:
