@@ -225,8 +225,10 @@ unsupported: weights are not quantized; config.precision.frozen stores frozen on
     quantization_config bnb_4bit_quant_type quant_method qlora gptq bits quantization_bit use_qlora
 unsupported: only LoRA adapters <- use_dora dora peft_use_dora pissa loraplus_lr_ratio loftq lora_bias prompt_tuning
     lora_init
-unsupported <- neftune_noise_alpha noisy_embedding_alpha ema ema_decay use_ema early_stopping_patience layer_drop
-    torch_empty_cache_steps trust_remote_code label_smoothing_factor multi_token_prediction mtp_num_layers
+use config.train.early_stop_evals <- early_stopping_patience
+use config.train.sample_every_steps, with config.train.sample_prompts <- sample_every
+unsupported <- neftune_noise_alpha noisy_embedding_alpha ema ema_decay use_ema layer_drop torch_empty_cache_steps
+    trust_remote_code label_smoothing_factor multi_token_prediction mtp_num_layers
     auto_find_batch_size no_cuda final_logit_softcapping attn_logit_softcapping
 unsupported: write a Hugging Face directory with `jaxlc export`, and upload it <- push_to_hub hub_model_id hub_strategy
     hub_token hub_private_repo

@@ -309,8 +309,21 @@ class TrainConfig:
     # skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
-    # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
-    eval_sequences: From1[int] = 4
+    # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp; 0: no evaluation
+    eval_sequences: int = 4
+    # number of evaluations without a new lowest held-out loss after which the run stops; 0: it does
+    # not stop early.
+    early_stop_evals: int = 0
+    # steps between texts that the run generates for sample_prompts, after the checkpoint of the step; printed, written
+    # to WORKDIR/samples, and sent to TensorBoard and Weights & Biases. 0: none.
+    sample_every_steps: int = 0
+    # texts to continue, separated by commas on the command line
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: From1[int] = 128  # largest number of new tokens of each prompt
+    # of the samples; the most likely tokens, of 90% of the probability, are chosen from. 0: greedy
+    sample_temperature: float = 0.7
+    # sample_prompts are messages of a user, in the chat template of the tokenizer or data.chat_template
+    sample_chat: bool = False
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
     # checkpoints of steps that are multiples of this number are kept as well; 0: none

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -75,6 +75,18 @@ def rollout_memory(step: TrainStep, num_tokens: int = 0) -> GenerationMemory | N
         return None
     num_sequences = rollouts.prompts_per_step * rollouts.answers_per_prompt
     return generation_memory(step, num_sequences, num_tokens or step.config.data.seq_len + 1)
+
+
+def sample_memory(step: TrainStep) -> GenerationMemory | None:
+    """The memory of the texts of train.sample_prompts; None: there are none. A prompt has at most
+    as many tokens as bytes, or in a chat a few more. The weights are those of the training state.
+    """
+    train = step.config.train
+    if not train.sample_every_steps:
+        return None
+    longest = max(len(prompt.encode()) for prompt in train.sample_prompts) + _MARGIN_TOKENS
+    memory = generation_memory(step, len(train.sample_prompts), longest + train.sample_tokens)
+    return replace(memory, weights_bytes=0)
 
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens

@@ -316,12 +316,20 @@ class Generator:
     """
 
     def __init__(
-        self, step: TrainStep, params: dict, tokenizer: Tokenizer, *, is_pretrained: bool = False
+        self,
+        step: TrainStep,
+        params: dict,
+        tokenizer: Tokenizer,
+        *,
+        is_pretrained: bool = False,
+        copies: bool = True,
     ):
         """
         Args:
           step: the training step of the model, for its config and mesh.
-          params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
+          params: the tree of `decoder.init`, sharded over the mesh.
+          copies: copy the parameters in the compute dtype. False: the programs read `params` and cast each layer, as a
+            training step does.
           is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
@@ -333,6 +341,7 @@ class Generator:
             cache_dtype=step.compute_dtype,
         )
         self._steps: dict[CacheLayout, Program] = {}
+        self._copies = copies
         self.set_params(params)
 
     def set_params(self, params: dict | None) -> None:
@@ -341,8 +350,8 @@ class Generator:
         dims = decoder.dims_of(config.model, config.lora)
         dtype = self.cached_step.compute_dtype
         self.params = (
-            None
-            if params is None
+            params
+            if params is None or not self._copies
             else cast_params(params, abstract_params(params, dims, self.mesh, dtype))
         )
 

@@ -82,6 +82,8 @@ class PlanRecord:
     evaluation_peak_bytes: int | None = None
     # beside the training state; None: config.rollouts.source is not "model"
     rollouts: GenerationMemory | None = None
+    # beside the training state, with its weights; None: train.sample_every_steps is 0
+    samples: GenerationMemory | None = None
     reference: ReferencePass | None = None  # None: the loss needs no weights of a reference model
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
@@ -287,9 +289,14 @@ def _reference(plan: PlanRecord) -> Iterator[str]:
 
 def _rollouts(plan: PlanRecord) -> Iterator[str]:
     """Between two steps there are the training state and the arrays of rollouts."""
+    state_bytes = plan.memory.parameters_bytes + plan.memory.optimizer_bytes
+    if (samples := plan.samples) is not None:
+        texts = f"KV cache of {samples.num_sequences} texts of up to {samples.num_tokens:,} tokens"
+        yield _row("samples with the state", state_bytes + samples.num_bytes, texts)
+        if state_bytes + samples.num_bytes > plan.memory.usable_bytes:
+            yield "  These do not fit: use fewer config.train.sample_prompts, or shorter texts."
     if (rollouts := plan.rollouts) is None:
         return
-    state_bytes = plan.memory.parameters_bytes + plan.memory.optimizer_bytes
     sequences = f"{rollouts.num_sequences:,} sequences of up to {rollouts.num_tokens:,} tokens"
     yield _row("rollouts with the state", state_bytes + rollouts.num_bytes, "without temporaries")
     yield _row("  KV cache", rollouts.cache_bytes, sequences)

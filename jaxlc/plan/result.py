@@ -21,7 +21,7 @@ from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import aligned, count_text, gib
-from jaxlc.generation.generate_text import rollout_memory
+from jaxlc.generation.generate_text import rollout_memory, sample_memory
 from jaxlc.plan import report
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels
@@ -215,6 +215,7 @@ def plan_step(
         hints=hints(step),
         context_warning=context_warning(config.model, config.data.seq_len) or "",
         evaluation_peak_bytes=program.evaluation_peak_bytes if evaluation else None,
+        samples=sample_memory(step),
         rollouts=rollout_memory(step, documents.longest_trace if documents else 0),
         reference=None if step.reference is None else _reference_pass(program),
         packing=estimate_packing(documents, program) if documents else None,

@@ -22,7 +22,7 @@ from jaxlc.checkpoints.stored_checkpoints import (
     SCORES,
 )
 from jaxlc.config import to_dict
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import (
     LockHeld,
     full_disk_explained,
@@ -33,13 +33,18 @@ from jaxlc.core.files import (
 )
 from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.watchdog import wait_for_processes
+from jaxlc.runtime.watchdog import (
+    problem_of_any_process,
+    text_of_process_0,
+    wait_for_processes,
+)
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
 from jaxlc.train.data import ROLLOUTS
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
 from jaxlc.train.result import Result
+from jaxlc.train.samples import SAMPLES, write_samples
 from jaxlc.train.stage_setup import Outputs, PreparedStage, num_tokens_until
 
 
@@ -67,11 +72,13 @@ class StageRun(Outputs):
         config = self.stage.config
         with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
         measures = config.runtime.straggler_every_steps
+        samples = config.train.sample_every_steps
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True, at_resume=True),
             Action(config.train.eval_every_steps, self.reward, at_start=True, at_resume=True),
             Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
+            *([Action(samples, self.sample, at_resume=True)] if samples else []),
             *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
             *(
@@ -136,7 +143,57 @@ class StageRun(Outputs):
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
         self.checkpoints.add_evaluation(position.step, **{EVAL_LOSS: finite(evaluation.loss)})
         self.callbacks("on_evaluation", position.step, evaluation)
+        self._stop_early(position.step)
         return replace(position, evaluation=evaluation)
+
+    def _stop_early(self, step: int) -> None:
+        """Asks for the end of the run if the last train.early_stop_evals evaluations of the stage
+        have no lower held-out loss than one before them.
+        """
+        patience = self.stage.config.train.early_stop_evals
+        if not patience:
+            return
+        losses = dict[int, float]()
+        if jax.process_index() == 0:
+            rows = read_rows(self.workdir / METRICS_FILE)
+            rows = [row for row in rows if self.stage.first_step < row["step"] <= step]
+            losses = {x["step"]: x[EVAL_LOSS] for x in rows if x.get(EVAL_LOSS) is not None}
+        best = min(losses, key=losses.__getitem__, default=step)
+        num_later = sum(other > best for other in losses)
+        if text_of_process_0("early stop", str(num_later >= patience)) == "True":
+            self.progress.log(
+                f"stopping: {patience} evaluations without a new lowest held-out loss (train.early_stop_evals)"
+            )
+            self.callbacks.stop_requested = True
+
+    def sample(self, position: Position) -> Position:
+        """Generates texts for train.sample_prompts, prints them and writes them to
+        WORKDIR/samples, unless they exist. A failure on any process ends sampling on all of them,
+        and training goes on.
+        """
+        sampler, step = self.stage.sampler, position.step
+        path = self.workdir / SAMPLES / f"{step}.jsonl"
+        is_known = text_of_process_0(SAMPLES, str(path.is_file())) == "True"
+        if sampler.problem or is_known:
+            return position
+        texts, problem = dict[str, str](), ""
+        with watchdog.phase(SAMPLES), self.progress.spinner("generating samples"):
+            try:
+                texts = sampler(position.state.params, self.workdir)
+                if jax.process_index() == 0:
+                    write_samples(path, texts)
+            except Exception as error:
+                problem = (
+                    f"{type(error).__name__} on process {jax.process_index()}: {reason_of(error)}"
+                )
+        sampler.problem = problem_of_any_process(SAMPLES, problem)
+        if sampler.problem:
+            self.progress.log(f"warning: no samples from step {step} on ({sampler.problem})")
+            return position
+        for prompt, text in texts.items():
+            self.progress.log(f"sample of step {step}: {prompt}⟦{text}⟧")
+        self.metrics.write_texts(step, SAMPLES, texts)
+        return position
 
     def reward(self, position: Position) -> Position:
         """Writes means over the answers to rollouts.eval_prompts to metrics.jsonl, if there are any

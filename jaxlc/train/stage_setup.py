@@ -48,6 +48,7 @@ from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import data_lines, resume_lines
+from jaxlc.train.samples import Sampler
 from jaxlc.train.stragglers import Stragglers
 
 
@@ -60,9 +61,9 @@ class PreparedStage(Stage):
 
     @cached_property
     def evaluator(self) -> Evaluator | None:
-        """None: there are no held-out sequences."""
+        """None: there are no held-out sequences, or train.eval_sequences is 0."""
         heldout = self.data.source.heldout
-        if heldout is None:
+        if heldout is None or not self.config.train.eval_sequences:
             return None
         return Evaluator(self.step, heldout, self.config.train.eval_sequences)
 
@@ -75,6 +76,13 @@ class PreparedStage(Stage):
     def rollout_maker(self) -> PolicyRollouts | None:
         """None: the policy makes no rollouts."""
         return make_policy_rollouts(self.step, self.data.source)
+
+    @cached_property
+    def sampler(self) -> Sampler | None:
+        """None: there are no train.sample_prompts."""
+        if not self.config.train.sample_every_steps:
+            return None
+        return Sampler(self.step, self.data.source.tokenizer)
 
     def evaluations_due(self, step: int) -> list[str]:
         """The names of the evaluations that follow the checkpoint of `step`."""
@@ -310,6 +318,8 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
         lines += [*lines_of_step, *data_lines(stage.config, stage.data.source, stage.num_steps)]
         if stage.rollout_maker is not None:
             lines += stage.rollout_maker.lines
+        if stage.sampler is not None:
+            lines += stage.sampler.lines
         if stage.step.model is None:
             warning = context_warning(
                 stage.config.model, stage.config.data.seq_len, stage=stage.name

@@ -74,6 +74,33 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         )
 
 
+def sample_problems(config: Config) -> Iterator[str]:
+    """The settings of samples and of early stopping that have no effect, or are unsupported."""
+    train = config.train
+    if bool(train.sample_every_steps) != bool(train.sample_prompts):
+        yield (
+            f"config.train.sample_every_steps={train.sample_every_steps} and"
+            f" config.train.sample_prompts={train.sample_prompts} have an effect only together: set both or none"
+        )
+    if train.sample_every_steps and config.memory.parameters == "host":
+        yield (
+            "unsupported: config.train.sample_every_steps with config.memory.parameters='host'; use"
+            " --config.train.sample_every_steps=0 --config.train.sample_prompts="
+        )
+    for name in ("keep_best_checkpoints", "early_stop_evals"):
+        value = vars(train)[name]
+        if value and not train.eval_sequences:
+            yield (
+                f"config.train.{name}={value} compares held-out losses, and config.train.eval_sequences=0 has none;"
+                " use --config.train.eval_sequences=4"
+            )
+    if train.early_stop_evals and not train.eval_every_steps:
+        yield (
+            f"config.train.early_stop_evals={train.early_stop_evals} has no effect without"
+            " config.train.eval_every_steps; set both"
+        )
+
+
 def mixture_problems(data: DataConfig) -> Iterator[str]:
     """Values of sources that are out of range or contradict each other, as messages."""
     names = [source.name for source in data.mixture]
@@ -517,6 +544,7 @@ _CHECKS = (  # they do not depend on each other
     _runtime_problems,
     _profile_problems,
     checkpoint_problems,
+    sample_problems,
     precision_problems,
     lora_problems,
     training_problems,

@@ -178,7 +178,7 @@ class WandbWriter:
             config=dict(settings),
         )
         self._log, self._num_dropped, self._has_failed = log, 0, False
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_ROWS)
+        self._rows: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(_MAX_ROWS)
         self._thread = threading.Thread(target=self._send, name="jaxlc-wandb", daemon=True)
         self._thread.start()
 
@@ -188,6 +188,11 @@ class WandbWriter:
             self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             self._num_dropped += 1
+
+    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
+        """Passes texts to the thread, which become a table."""
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait((step, {name: dict(texts)}))
 
     def close(self) -> None:
         """Waits for the rows to be sent, for a limited time."""
@@ -214,6 +219,10 @@ class WandbWriter:
             run = wandb.init(**self._arguments)
             while (item := self._rows.get()) is not None:
                 step, row = item
+                for name, value in row.items():
+                    if isinstance(value, dict):
+                        data = [list(item) for item in value.items()]
+                        row[name] = wandb.Table(columns=["prompt", "text"], data=data)
                 # After a resume, W&B ignores rows of steps that it already has.
                 run.log(row, step=step)
             run.finish()
@@ -292,6 +301,9 @@ class MetricsWriter(Protocol):
         """Called with the finite values of a row; must neither wait nor raise for reasons outside
         of this machine.
         """
+
+    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
+        """Called with generated texts by their prompts, as `write`."""
 
     def close(self) -> None:
         """Called at the end of the run."""
@@ -404,6 +416,11 @@ class MetricsLog:
                 step, {name: value for name, value in measured.items() if value is not None}
             )
 
+    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
+        """Passes texts to the writers; metrics.jsonl has numbers only."""
+        for writer in self._writers:
+            writer.write_texts(step, name, texts)
+
     def close(self) -> None:
         for log in (self._file, *self._writers):
             if log is not None:
@@ -436,6 +453,15 @@ class _TensorBoard:
             self._events.write_event(
                 Event(wall_time=time.time(), step=step, summary=scalar(name, value))
             )
+        self._events.flush()
+
+    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import text
+
+        for number, (prompt, new) in enumerate(texts.items(), start=1):
+            summary = text(f"{name}/{number}", f"**{prompt}**{new}")
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._events.flush()
 
     def close(self) -> None:

@@ -1,0 +1,144 @@
+"""Texts that a run generates during training, early stopping, and runs without evaluation."""
+
+import json
+import sys
+
+import pytest
+
+import jaxlc
+from jaxlc.config import read_config
+from jaxlc.core.errors import UserError
+from jaxlc.generation import generator
+from jaxlc.generation.generator import Generator
+from jaxlc.train.loop import run
+from jaxlc.train.reports.metrics import WandbWriter
+from tests.train import runs
+
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
+
+SAMPLES = dict(sample_every_steps=4, sample_prompts=("def ", "import"), sample_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = runs.write_config(tmp_path_factory.mktemp("samples"))
+
+    def changed(**train):
+        settings = read_config(str(path))
+        settings.train.update(steps=8, eval_every_steps=0, **train)
+        return settings
+
+    return changed
+
+
+@pytest.fixture(scope="module")
+def plain(config, tmp_path_factory):
+    """The losses of a run without samples."""
+    workdir = tmp_path_factory.mktemp("plain")
+    run(config(), workdir)
+    return losses(workdir)
+
+
+def losses(workdir):
+    return [row["loss"] for row in runs.rows(workdir) if "loss" in row]
+
+
+def texts(workdir, step):
+    lines = (workdir / "samples" / f"{step}.jsonl").read_text().splitlines()
+    return {row["prompt"]: row["text"] for row in map(json.loads, lines)}
+
+
+def test_samples_are_those_of_the_checkpoint_and_change_no_loss(
+    config, plain, tmp_path, capsys, monkeypatch
+):
+    copied = []
+    monkeypatch.setattr(generator, "cast_params", lambda *params: copied.append(params))
+    run(config(**SAMPLES), tmp_path)
+    assert not copied
+    monkeypatch.undo()
+    assert losses(tmp_path) == plain
+    output = capsys.readouterr().out
+    assert "samples    2 texts" in output and "sample of step 4: def " in output
+    options = dict(max_tokens=6, temperature=0.7, top_p=0.9)
+    for step in (4, 8):
+        result = jaxlc.load(tmp_path, step=step)
+        generations = jaxlc.generate(result, ["def ", "import"], **options)
+        assert list(texts(tmp_path, step).values()) == [x.text for x in generations]
+    assert any("def " in str(path.read_bytes()) for path in (tmp_path / "tensorboard").iterdir())
+
+
+def test_samples_fail_training_goes_on_without_evaluation(
+    config, plain, tmp_path, monkeypatch, capsys
+):
+    def fail(*arguments, **options):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Generator, "__call__", fail)
+    result = run(config(**SAMPLES, eval_sequences=0), tmp_path)
+    assert result.step == 8 and losses(tmp_path) == plain
+    assert result.evaluation is None
+    assert all("eval_loss" not in row for row in runs.rows(tmp_path))
+    with pytest.raises(UserError, match="no held-out"):
+        result.evaluate()
+    assert not (tmp_path / "samples").exists()
+    output = capsys.readouterr().out
+    assert output.count("no samples from step 4 on (RuntimeError on process 0: no memory)") == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "problem"),
+    [
+        (dict(sample_every_steps=4), "only together"),
+        (dict(sample_prompts=("a",)), "only together"),
+        (dict(eval_sequences=0, early_stop_evals=2), "eval_sequences=0 has none"),
+        (dict(early_stop_evals=2), "no effect without config.train.eval_every_steps"),
+    ],
+)
+def test_settings_of_samples_without_effect_raise(config, train, problem):
+    with pytest.raises(UserError, match=problem):
+        jaxlc.config.load(config(**train))
+
+
+def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path):
+    settings = config(early_stop_evals=2)
+    settings.train.update(eval_every_steps=1, steps=6, checkpoint_every_steps=0)
+    settings.optimizer.learning_rate = 3.0  # the loss rises
+    result = run(settings, tmp_path)
+    found = [row["eval_loss"] for row in runs.rows(tmp_path) if "eval_loss" in row][1:]
+    assert result.exit_status == 0 and result.step < 6
+    assert min(found) < min(found[-2:])
+
+
+def test_wandb_gets_a_table_of_texts(tmp_path, monkeypatch):
+    from tests.train.test_wandb import Server
+
+    server = Server()
+    server.Table = lambda columns, data: (columns, data)
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    writer = WandbWriter("project", "a1", tmp_path, {}, pytest.fail)
+    writer.write_texts(4, "samples", {"def ": "f(x)"})
+    writer.close()
+    assert server.rows == [(4, dict(samples=(["prompt", "text"], [["def ", "f(x)"]])))]
+
+
+_FAILS_TO_WRITE = """
+from jaxlc.train import stage
+
+def fail(path, texts):
+    raise OSError(28, "No space left on device")
+
+stage.write_samples = fail
+"""
+
+
+@pytest.mark.full
+def test_processes_agree_on_a_failure(tmp_path):
+    """Only process 0 writes, and both end sampling."""
+    path = runs.write_config(tmp_path)
+    path.write_text(path.read_text() + _FAILS_TO_WRITE)
+    options = {f"train__{name}": value for name, value in SAMPLES.items()}
+    options["train__sample_prompts"] = "def"
+    pair = runs.start_pair(path, tmp_path / "run", train__steps=8, **options)
+    output, _ = (runs.finish(process) for process in pair)
+    assert output.count("no samples from step 4 on (OSError on process 0: No space left") == 1
+    assert len(losses(tmp_path / "run")) == 8
