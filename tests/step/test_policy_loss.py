@@ -33,7 +33,6 @@ from tests.step.synthetic import (
     without_padding,
 )
 from tests.tolerances import (
-    FLOAT32_DECAY_GRADIENT,
     FLOAT32_GRADIENTS,
     FLOAT32_LOSS,
     FLOAT32_PARITY,
@@ -247,9 +246,7 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     )
     got = jax.tree.map(without_padding, got, gradients)
     errors = jax.tree.map(max_relative_error, got, gradients)
-    for path, error in jax.tree.leaves_with_path(errors):
-        is_decay = path[-1].key in ("decay_bias", "log_decay")
-        assert error <= (FLOAT32_DECAY_GRADIENT if is_decay else FLOAT32_PARITY), path
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     error = relative_norm_error(got, gradients)
     print(f"gradients, norm-wise: {error:.1e}")  # shown by -rP
     assert error <= FLOAT32_GRADIENTS

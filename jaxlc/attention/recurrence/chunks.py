@@ -342,7 +342,9 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     q = jnp.where(is_padding, 0, q * rule.scale)
     prefixes = () if tokens.prefixes_BLD is None else _levels(cut(tokens.prefixes_BLD)[:, :, None])
     paths = _paths(segments, before, prefixes)
-    if prefixes:  # along the path from the first token of the chunk that a token reads
+    if prefixes or g.shape[-1] == 1:
+        # Along the path from the first token of the chunk that a token reads: a sum over other
+        # documents, too, would round differences of G.
         G = product("...ij,...jk->...ik", paths.visible.astype(wide), g)
     else:
         G = jnp.cumsum(g, axis=-2)
