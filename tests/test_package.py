@@ -125,6 +125,7 @@ _OPTIONAL = (
     "tensorboardX",
     "wandb",
     "huggingface_hub",
+    "datasets",
 )
 _IMPORT_WITHOUT = f"""
 import sys

@@ -156,10 +156,9 @@ class LoraConfig:
     rslora: bool = False
     # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
     # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
-    # kimi_delta layers also delta_step, decay_down, decay_up, gate_down and gate_up; in
-    # latent layers query or query_down and query_up, latent, key_value; in
-    # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert. mlp_gate, mlp_up and mlp_down
-    # are those of dense layers and of shared experts.
+    # kimi_delta layers also delta_step, decay_down, decay_up, gate_down and gate_up; in latent layers query or
+    # query_down and query_up, latent, key_value; in layers of experts expert_gate, expert_up, expert_down, an adapter
+    # for each expert. mlp_gate, mlp_up and mlp_down are those of dense layers and of shared experts.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property
@@ -469,8 +468,9 @@ class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
     # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
-    # .parquet and .arrow files; "python-stdlib", the sources of Python's standard library; or "phone-book", documents
-    # of data.seq_len words that repeat numbers.
+    # .parquet and .arrow files; hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT, a data set of the Hugging Face hub;
+    # "python-stdlib", the sources of Python's standard library; or "phone-book", documents of data.seq_len words that
+    # repeat numbers.
     sources: tuple[str, ...] = ("python-stdlib",)
     # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
     # config.data.mixture.NAME.FIELD; a new NAME adds a source.

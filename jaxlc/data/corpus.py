@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.config.models import hub
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
@@ -305,6 +306,9 @@ class _StoreOpener:
             self.warnings.append(
                 f"{setting}: files that are also in data.eval_sources: {num_evaluated:,}; they are not trained on"
             )
+        for path in source.paths:
+            if path.startswith(hub.DATASET_PREFIX):
+                self.warnings.extend(hub.pin_advice(path, setting))
         if num_duplicates:
             self.warnings.append(
                 f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch"

@@ -395,7 +395,8 @@ def test_json_list_is_read_where_it_is_named(tmp_path):
         open_traces(load(config), load_tokenizer("bytes"))
     config.data.traces = "HuggingFaceFW/fineweb-edu"
     with pytest.raises(
-        UserError, match="hf download HuggingFaceFW/fineweb-edu --repo-type=dataset"
+        UserError,
+        match="a data set of the hub is hub:HuggingFaceFW/fineweb-edu@REVISION/SUBSET/SPLIT",
     ):
         open_traces(load(config), load_tokenizer("bytes"))
 

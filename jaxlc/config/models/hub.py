@@ -1,20 +1,27 @@
-"""Models of the Hugging Face hub, downloaded with the optional package `huggingface_hub`. Imports
-no jax.
+"""Models and data sets of the Hugging Face hub, downloaded to its cache with the optional package
+`huggingface_hub`. Imports no jax.
 """
 
+import functools
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import nearest_path
+from jaxlc.core.files import nearest_path, read_json_file, replacing
 
 # config, tokenizer and chat template: some megabytes
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors",)
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+DATASET_PREFIX = "hub:"
+_DATASET = re.compile(rf"{DATASET_PREFIX}({_MODEL_ID.pattern})(?:@([^/@]+))?(?:/([^/]+)/([^/]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_model_id(name: str) -> bool:
@@ -51,15 +58,154 @@ def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) ->
 
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
-    except (
-        Exception
-    ) as error:  # the package raises errors of its own, of its HTTP client and OSError
-        reason = "the hub cannot be reached, and its cache has no copy: try again with a connection"
-        # or its terms are not accepted
-        if "RepositoryNotFoundError" in [cls.__name__ for cls in type(error).__mro__]:
-            reason = "the hub has no such model for you: check the name, its terms of use, and `hf auth login`"
-        elif isinstance(error, OSError) and error.errno:
-            reason = reason_of(error)
+    except Exception as error:  # of the package, of its HTTP client, and OSError
         raise UserError(
-            f"cannot download {setting} {repo_id!r}: {reason}; or download the {what} elsewhere and pass its directory"
+            f"cannot download {setting} {repo_id!r}: {_reason(error, 'model')}; or download the {what} elsewhere and"
+            " pass its directory"
         ) from error
+
+
+def _reason(error: Exception, kind: str) -> str:
+    """Why the hub did not give a model or a data set, and what to do."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"RepositoryNotFoundError", "DatasetNotFoundError"}:  # or its terms are not accepted
+        return f"the hub has no such {kind} for you: check the name, its terms of use, and `hf auth login`"
+    if "RevisionNotFoundError" in names:
+        return "it has no such revision: name a commit, branch or tag"
+    if getattr(error, "response", None) is not None:
+        return f"the hub refuses it ({str(error).splitlines()[0]})"
+    if isinstance(error, OSError) and error.errno:
+        return reason_of(error)
+    return "the hub cannot be reached, and its cache has no copy: try again with a connection"
+
+
+class Dataset(NamedTuple):
+    """Files of a data set of the hub, as hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT."""
+
+    repo_id: str
+    revision: str  # commit, branch or tag
+    subset: str = ""  # "": the only one
+    split: str = ""
+
+    @classmethod
+    def parse(cls, name: str, setting: str) -> "Dataset":
+        """Raises UserError if `name`, of `setting`, has another form."""
+        if (match := _DATASET.fullmatch(name)) is None:
+            raise UserError(
+                f"{setting}: invalid {name!r}: expected hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT; the revision, and"
+                " subset and split together, may be left out"
+            )
+        repo_id, revision, subset, split = match.groups()
+        return cls(repo_id, unquote(revision or "main"), subset or "", split or "")
+
+    @property
+    def is_pinned(self) -> bool:
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def commit(self) -> str:
+        """The commit of the revision; the same one while a process lives."""
+        return self.revision if self.is_pinned else _commit(self.repo_id, self.revision)
+
+
+@functools.cache
+def _commit(repo_id: str, revision: str) -> str:
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().dataset_info(repo_id, revision=revision)
+    assert info.sha is not None, info
+    return info.sha
+
+
+def dataset_files(name: str, setting: str) -> list[tuple[str, Path]]:
+    """The files of a split: their paths in the data set, and in the cache of the hub.
+
+    What is downloaded once is not asked for again if the revision is a commit, so that such a run
+    starts without a network.
+
+    Args:
+      name: as `Dataset`.
+      setting: that names it, for errors.
+    Raises:
+      UserError: a package is missing, the hub cannot be reached or refuses, or the data set has no
+        such subset or split; the error names those that exist.
+    """
+    asked = Dataset.parse(name, setting)
+    for package in ("huggingface_hub", "datasets"):
+        errors.require(package, f"{setting} {name!r}")
+    import huggingface_hub
+
+    try:
+        asked = asked._replace(revision=asked.commit())
+        paths = _paths_of(asked)
+        return [
+            (
+                path,
+                Path(
+                    huggingface_hub.hf_hub_download(
+                        asked.repo_id, path, repo_type="dataset", revision=asked.revision
+                    )
+                ),
+            )
+            for path in paths
+        ]
+    except UserError as error:
+        raise UserError(f"{setting} {name!r}: {error}") from error
+    except Exception as error:  # as in `_download`
+        raise UserError(
+            f"cannot download {setting} {name!r}: {_reason(error, 'data set')}; or download its files elsewhere"
+        ) from error
+
+
+def pin_advice(name: str, setting: str) -> list[str]:
+    """A warning if the files of a data set may be others in a later run."""
+    asked = Dataset.parse(name, setting)
+    if asked.is_pinned:
+        return []
+    pinned = f"{DATASET_PREFIX}{asked.repo_id}@{asked.commit()}"
+    return [f"{setting}: {name} is {pinned} now: name this commit to have the same files later"]
+
+
+def _paths_of(asked: Dataset) -> list[str]:
+    """The paths of the files of a split in the commit of a data set.
+
+    Raises:
+      UserError: it has no such subset or split, or files that are not plain.
+    """
+    import huggingface_hub
+
+    organization, _, repo_name = asked.repo_id.partition("/")
+    assets = huggingface_hub.cached_assets_path("jaxlc", organization, repo_name)
+    known = assets / f"{asked.revision}.{asked.subset}.{asked.split}.json"
+    if known.is_file():
+        return read_json_file(known)
+    import datasets
+
+    try:
+        subsets = datasets.get_dataset_config_names(asked.repo_id, revision=asked.revision)
+        subset = _one_of(subsets, asked.subset, "subset")
+        builder = datasets.load_dataset_builder(asked.repo_id, subset, revision=asked.revision)
+    except (ValueError, RuntimeError, datasets.exceptions.DataFilesNotFoundError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"its files cannot be listed ({reason_of(error)})") from error
+    assert builder.config.data_files is not None, asked
+    files = {str(split): urls for split, urls in builder.config.data_files.items()}
+    root = f"hf://datasets/{asked.repo_id}@{asked.revision}/"
+    urls = files[_one_of(list(files), asked.split, "split")]
+    if others := [url for url in urls if not url.startswith(root)]:
+        raise UserError(f"unsupported: {others[0]!r} is not a file of the data set")
+    paths = [url.removeprefix(root) for url in urls]
+    with replacing(known) as out:
+        out.write(json.dumps(paths).encode())
+    return paths
+
+
+def _one_of(names: Sequence[str], name: str, what: str) -> str:
+    if name in names or (not name and len(names) == 1):
+        return name or names[0]
+    expected = (
+        f"add /SUBSET/SPLIT: there is more than one {what}"
+        if not name
+        else f"it has no {what} {name!r}"
+    )
+    raise UserError(f"{expected}; expected one of {', '.join(names) or 'none'}")

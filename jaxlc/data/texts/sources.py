@@ -1,8 +1,8 @@
 """Lists source files, in an order and under names that are equal on every machine.
 
 A source is a file, a directory (read recursively, without hidden directories), a glob (`**` matches
-any depth), or the built-in `python-stdlib`: the source files of Python's standard library, which
-exist wherever Python is installed.
+any depth), a split of a data set of the Hugging Face hub, or the built-in `python-stdlib`: the
+source files of Python's standard library, which exist wherever Python is installed.
 
 The suffix of a file selects its format: .txt, .py, .md and .rst are one document each;
 `data.records` describes files of many documents. `text_suffixes` of a source add others, such as .c
@@ -112,6 +112,10 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     if source == PYTHON_STDLIB:
         files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
         return [(name, path) for name, path in files if _INSTALLED_PACKAGES.isdisjoint(path.parts)]
+    if source.startswith(hub.DATASET_PREFIX):
+        files = hub.dataset_files(source, setting)
+        suffixes = (*suffixes, *NAMED_SUFFIXES)
+        return [(name, path) for name, path in files if name.endswith(suffixes)]
     path = local_path(source)
     suffixes = (*suffixes, *(x for x in NAMED_SUFFIXES if source.endswith(x)))
     if path.is_dir():
@@ -121,7 +125,9 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     if not glob.has_magic(source):
         advice = "use an existing file, directory or glob"
         if hub.is_model_id(source):
-            advice += f"; of a data set of the hub: hf download {source} --repo-type=dataset --local-dir=DIRECTORY"
+            advice += (
+                f"; a data set of the hub is {hub.DATASET_PREFIX}{source}@REVISION/SUBSET/SPLIT"
+            )
         raise UserError(f"{setting}: {source!r} does not exist; {advice}")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
