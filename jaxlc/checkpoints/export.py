@@ -57,7 +57,8 @@ from jaxlc.data.tokens.tokenizers import (
     tokenizer_of,
 )
 from jaxlc.hf.adapters import read_adapter, write_adapters
-from jaxlc.hf.files import TensorFiles, TensorWriter
+from jaxlc.hf.files import DTYPES as FILE_DTYPES
+from jaxlc.hf.files import Nf4Tensor, TensorFiles, TensorWriter
 from jaxlc.hf.load import Layout, language_tensors, layouts_of, paths_of
 from jaxlc.models import decoder
 from jaxlc.step.state import groups_of
@@ -206,7 +207,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # name -> names in safetensors and in config.json
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
 # precision.frozen -> dtypes of files that it rounds
-_ROUNDED = {"bf16": {"F32", "F16"}, "fp16": {"F32", "BF16"}}
+_ROUNDED = {"bf16": {"F32", "F16"}, "fp16": {"F32", "BF16"}, "nf4": set(FILE_DTYPES)}
 
 
 def export(
@@ -346,12 +347,14 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
 
 def _stored_dtypes(config: Config, family: Family) -> set[str]:
     """The dtypes of the matrices of the Hugging Face model that a run started from, those that are
-    frozen in bf16; none if its files are gone.
+    frozen in bf16; none if its files are gone, or in NF4.
     """
     model = config.model
     with contextlib.suppress(UserError):
         files = TensorFiles(locate(model.init_from).directory)
         tensors = language_tensors(files, family, model).values()
+        if any(isinstance(tensor, Nf4Tensor) for tensor in tensors):
+            return set()
         return {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return set()
 
@@ -392,6 +395,11 @@ def _write_weights(
     tensors, after those of `record`.
     """
     model = config.model
+    if config.precision.frozen == "nf4":
+        print_to_stderr(
+            f"note: the export has the dequantized NF4 weights of training with the adapters, rounded to {dtype}; if it"
+            " is quantized again, its weights differ from these"
+        )
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")

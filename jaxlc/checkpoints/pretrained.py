@@ -51,7 +51,7 @@ def check_pretrained(step: TrainStep) -> None:
     """
     pretrained, model, _, abstract, dims = _source_of(step)
     if pretrained.is_run:
-        _check_is_whole(pretrained)
+        _check_is_whole(pretrained, step.config.precision.frozen)
     else:
         family = family_of(pretrained.config_json(), model)
         open_files(pretrained.directory, family, abstract, dims, model=model)
@@ -73,7 +73,7 @@ def load_pretrained(
     """
     pretrained, model, adapter_names, abstract, dims = _source_of(step)
     if pretrained.is_run:
-        _check_is_whole(pretrained)
+        _check_is_whole(pretrained, step.config.precision.frozen)
         params = _restored_as(pretrained.directory.absolute(), abstract, model.vocab_size)
         line = f"weights    of the checkpoint {displayed(pretrained.directory.absolute())}"
         if any(x.dtype.itemsize == 2 for x in jax.tree.leaves(abstract)):
@@ -249,19 +249,23 @@ def _source_of(
     return pretrained, model, adapter_names, abstract, dims
 
 
-def _check_is_whole(run: Pretrained) -> None:
-    """Checks that the checkpoint of a run contains the parameters of the whole model.
+def _check_is_whole(run: Pretrained, frozen: str) -> None:
+    """Checks that the checkpoint of a run contains the parameters of the whole model, which
+    precision.frozen=nf4 does not read.
 
     Raises:
       UserError: it does not.
     """
     stored = run.run_config()
-    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get(
-        "checkpoint_frozen", True
+    if (
+        frozen == "nf4"
+        or stored.get("lora", {}).get("rank")
+        or not stored.get("train", {}).get("checkpoint_frozen", True)
     ):
         raise UserError(
-            f"{run.directory.absolute()} has adapters or lacks the frozen parameters: export the run with `jaxlc"
-            " export`, which gives a whole model, and use the result as config.model.init_from"
+            f"{run.directory.absolute()} has adapters, lacks the frozen parameters, or is to be quantized to NF4:"
+            " export the run with `jaxlc export`, which gives a whole model, and use the result as"
+            " config.model.init_from"
         )
 
 

@@ -2,6 +2,7 @@
 them with their checksums.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +28,13 @@ from jaxlc.checkpoints.files import (
     unreadable,
 )
 from jaxlc.config import Config
+from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.old_names import renamed
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
+from jaxlc.models.nf4 import Nf4
 
 
 class RestoreTarget(NamedTuple):
@@ -230,7 +233,8 @@ class StoredParams:
         )
 
     def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        """The parameters with these paths, in the dtype in which they are stored.
+        """The parameters with these paths, in the dtype in which they are stored; those in NF4 in
+        bf16.
 
         Raises:
           UserError: the checkpoint, or the base model that it needs, cannot be read.
@@ -241,16 +245,23 @@ class StoredParams:
                 for path in paths
             }
         tree: dict = {}
+        config, quantized = self._config, {}
+        if config.precision.frozen == "nf4":
+            quantized = quantized_matrices(config.model, config.lora, config.train)
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
-            dtype = self._dtypes[f"params/{path}"]
-            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
-            lora.insert(tree, path.split("/"), shape)
+            matrix, shape = quantized.get(path), self.abstract[path].shape
+            stored = jax.ShapeDtypeStruct(shape, self._dtypes.get(f"params/{path}", np.float32))
+            if matrix is not None:
+                sizes = len(matrix.inputs), len(matrix.outputs)
+                stored = jax.eval_shape(functools.partial(Nf4.of, sizes=sizes), stored)
+            placed = jax.tree.map(lambda x: x.update(sharding=on_host), stored)
+            lora.insert(tree, path.split("/"), placed)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(
             self._directory, self._step, tree, vocab_size=vocab_size, only_these=True
         )
-        return {path: np.asarray(param) for path, param in paths_of(restored)}
+        return {path: _values(param) for path, param in paths_of(restored)}
 
     @property
     def _directory(self) -> Path:
@@ -263,4 +274,8 @@ class StoredParams:
     @cached_property
     def _loaded(self) -> dict[str, np.ndarray]:
         assert self._load_all is not None
-        return {path: np.asarray(param) for path, param in paths_of(self._load_all())}
+        return {path: _values(param) for path, param in paths_of(self._load_all())}
+
+
+def _values(param: jax.Array | Nf4) -> np.ndarray:
+    return np.asarray(param.dequantized() if isinstance(param, Nf4) else param)

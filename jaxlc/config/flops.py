@@ -47,10 +47,12 @@ from jaxlc.config.kinds import (
     param_names,
     projection_paths,
 )
+from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 
-FROZEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per entry, by precision.frozen
+# per entry, by precision.frozen; nf4: with a byte for 64 entries, and 4 for 256 of these
+FROZEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "nf4": 0.5 + 1 / 64 + 4 / 64 / 256}
 
 
 def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
@@ -112,6 +114,22 @@ def matrix_sizes(model: ModelConfig, *, active: bool) -> dict[str, int]:
                 matrix.active_size if active else matrix.size
             )
     return dict(sizes)
+
+
+def quantized_matrices(
+    model: ModelConfig, lora: LoraConfig, train: TrainConfig
+) -> dict[str, Matrix]:
+    """The frozen matrices that precision.frozen=nf4 quantizes, by their paths in the parameter tree,
+    such as layers_2/attention/wq: those of layers, without routers.
+    """
+    found = {}
+    for (stack, *kind), layers in model.layer_stacks.items():
+        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        for name, matrix in layer_matrices(layer).items():
+            is_router = "experts" in matrix.outputs
+            if not is_router and not is_trained("/".join(("layers", *kind, name)), lora, train):
+                found["/".join((stack, *kind, name))] = matrix
+    return found
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -221,7 +221,7 @@ unsupported: ranks gather the weights of experts, which config.mesh.fsdp splits;
     expert_parallel expert_model_parallel_size expert_parallel_size expert_parallel_degree ici_expert_parallelism
 unsupported: routers drop no tokens <- capacity_factor moe_expert_capacity_factor expert_capacity drop_tokens
     moe_token_drop_policy
-unsupported: weights are not quantized; config.precision.frozen stores frozen ones in bf16 <- load_in_4bit load_in_8bit
+use config.precision.frozen=nf4; other quantized weights are unsupported <- load_in_4bit load_in_8bit
     quantization_config bnb_4bit_quant_type quant_method qlora gptq bits quantization_bit use_qlora
 unsupported: only LoRA adapters <- use_dora dora peft_use_dora pissa loraplus_lr_ratio loftq lora_bias prompt_tuning
     lora_init

@@ -42,6 +42,7 @@ from jaxlc.models.contract import (
 )
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh, reach, stacked_tables, tables_of_kinds
 from jaxlc.models.layer_stack import DecoderLayer, Stacks
+from jaxlc.models.nf4 import is_nf4
 from jaxlc.models.rope import RopeTables, TablesOfKinds, depends_on_length
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.rules import Sharder, is_vector, storage_spec
@@ -277,7 +278,7 @@ def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> d
             x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding
         )
 
-    return jax.tree.map(abstract, params, dims)
+    return jax.tree.map(abstract, params, dims, is_leaf=is_nf4)
 
 
 def cast_params(params: dict, abstract: dict) -> dict:
@@ -285,7 +286,11 @@ def cast_params(params: dict, abstract: dict) -> dict:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     dtypes = jax.tree.map(lambda x: x.dtype, abstract)
     return jax.jit(
-        lambda tree: jax.tree.map(lambda x, dtype: x.astype(dtype), tree, dtypes),
+        lambda tree: jax.tree.map(
+            lambda x, dtype: (x.dequantized() if is_nf4(x) else x).astype(dtype),
+            *(tree, dtypes),
+            is_leaf=is_nf4,
+        ),
         out_shardings=shardings,
     )(params)
 

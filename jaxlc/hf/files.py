@@ -34,10 +34,11 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxlc.config.models.config_json import language_model_of, quantization_of
+from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, quantization_of
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, other_format, read_json_file
+from jaxlc.models import nf4
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as I32, are of quantized weights.
@@ -140,6 +141,10 @@ class TensorFiles:
                 f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
             )
         return part
+
+    def read_nf4(self, tensor: "Nf4Tensor") -> tuple[np.ndarray, ...]:
+        """`Nf4Tensor.arrays`."""
+        return tensor.arrays(self._read)
 
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
@@ -307,12 +312,41 @@ class Fp8Tensor(StoredTensor):
     @property
     def bytes(self) -> np.ndarray:
         """The bytes of the weight in bfloat16, uint8."""
+        return self.read(_mapped, ()).reshape(-1).view(np.uint8)
 
-        def read(tensor: StoredTensor, *slices: slice) -> np.ndarray:
-            stored = tensor.bytes.view(_STORED_DTYPES[tensor.dtype])
-            return stored.reshape(tensor.shape)[slices]
 
-        return self.read(read, ()).reshape(-1).view(np.uint8)
+def _mapped(tensor: StoredTensor, *slices: slice) -> np.ndarray:
+    """A part of a tensor that is in a file as it is."""
+    return tensor.bytes.view(_STORED_DTYPES[tensor.dtype]).reshape(tensor.shape)[slices]
+
+
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_NF4_PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nf4Tensor(StoredTensor):
+    """A weight in NF4 of bitsandbytes as one tensor of dtype BF16; path and name are the weight's."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+    maxima: StoredTensor
+    offset: float
+
+    def arrays(self, read: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Codes, scales and maxima [n], and the offset, as of `models.nf4`."""
+        stored = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
+        return *stored, np.float32(self.offset)
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        """bfloat16: a part of the weight, all of which is read and dequantized."""
+        weights = nf4.Nf4.shaped(self.arrays(read), self.shape, (1, 1)).dequantized()
+        return np.asarray(weights).T[tuple(slices)]
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The bytes of the weight in bfloat16, uint8."""
+        return self.read(_mapped, ()).reshape(-1).view(np.uint8)
 
 
 def _dequantized(
@@ -329,6 +363,8 @@ def _dequantized(
     method = quantization.get("quant_method")
     if method == "mxfp4":
         return _joined_mxfp4(tensors)
+    if method == BITSANDBYTES:
+        return _joined_nf4(tensors)
     if method != "fp8":
         return {**tensors}
     whole = {
@@ -381,6 +417,41 @@ def _fp8_tensor(
         scales=replace(scales, shape=shape),
         block=block,
     )
+
+
+def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`tensors` with each weight in NF4 as one tensor.
+
+    Raises:
+      Unsupported: it has blocks of other sizes, scales that are not quantized, or another format.
+    """
+    whole, parts = {}, set()
+    for state_name in [name for name in tensors if name.endswith(_NF4_STATE)]:
+        name = state_name.removesuffix(_NF4_STATE)
+        state, codes = json.loads(bytes(tensors[state_name].bytes)), tensors[name]
+        absmax, nested, *maps = (tensors.get(name + part) for part in _NF4_PARTS)
+        sizes = state.get("blocksize"), state.get("nested_blocksize"), codes.dtype
+        if absmax is None or nested is None or sizes != (nf4.BLOCK, nf4.SCALES_BLOCK, "U8"):
+            raise Unsupported(
+                f"unsupported: {name} in {codes.path} has (blocksize, nested_blocksize, storage) {sizes}; NF4 of"
+                f" bitsandbytes is read with ({nf4.BLOCK}, {nf4.SCALES_BLOCK}, 'U8'), which"
+                " bnb_4bit_use_double_quant=True gives; or use the weights in bfloat16"
+            )
+        for values, table in zip((nf4.VALUES, nf4.scale_values()), maps):
+            if table is not None and not np.allclose(_mapped(table), values, rtol=0, atol=1e-6):
+                raise Unsupported(f"unsupported: {table.name} in {codes.path} is not that of NF4")
+        parts |= {state_name, *(name + part for part in _NF4_PARTS)}
+        whole[name] = Nf4Tensor(
+            path=codes.path,
+            name=name,
+            dtype="BF16",
+            shape=tuple(state["shape"]),
+            codes=codes,
+            scales=absmax,
+            maxima=nested,
+            offset=state["nested_offset"],
+        )
+    return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
 
 
 def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -20,7 +20,9 @@ from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
-from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles
+from jaxlc.hf.files import DTYPES, JoinedTensor, Nf4Tensor, StoredTensor, TensorFiles
+from jaxlc.models import nf4
+from jaxlc.models.nf4 import Nf4, is_nf4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,7 @@ def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
 _HEAD = "lm_head.weight"
 VOCAB = "vocab"  # name of the dimension that the mesh pads
 ROUNDED = "; frozen weights are rounded to bf16 (config.precision.frozen)"
+QUANTIZED = "; frozen matrices are quantized to NF4 (config.precision.frozen)"
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
 
@@ -215,9 +218,13 @@ def load_params(
         done += _num_bytes(param)
         if progress is not None:
             progress(done, total)
-    leaves = [loaded[path] for path in abstract]
+    leaves = jax.tree.leaves([loaded[path] for path in abstract])
     read = f"{files.bytes_read:,} bytes read by this process"
-    rounded = (path for path, param in abstract.items() if param.dtype.itemsize == 2)
+    quantized = [path for path, param in abstract.items() if is_nf4(param)]
+    rounded = (x for x in abstract if x not in quantized and abstract[x].dtype.itemsize == 2)
+    names = [name for path in quantized for name in layouts[path].names]
+    if not all(isinstance(files.tensors[name], Nf4Tensor) for name in names):
+        read += QUANTIZED
     if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
@@ -277,11 +284,10 @@ def layouts_of(
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
-        sizes = tuple(
-            model.vocab_size if dim == VOCAB else size for dim, size in zip(dims[path], param.shape)
-        )
         if not path.startswith(tuple(stacks)):
-            layouts[path] = Layout(tensor=outside[path], shape=sizes)
+            sizes = zip(dims[path], param.shape)
+            shape = tuple(model.vocab_size if dim == VOCAB else size for dim, size in sizes)
+            layouts[path] = Layout(tensor=outside[path], shape=shape)
     for stack, layers in stacks.items():
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
         tensors = family.tensors_of(layer.mixers, layer.feed_forward)
@@ -337,10 +343,12 @@ def _part_of_rows(layout: Layout, in_layer: Collection[Layout], num_groups: int)
 
 
 def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples are
-    leaves.
+    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples and `Nf4`
+    are leaves.
     """
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
+    for path, leaf in jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, (tuple, Nf4))
+    ):
         yield "/".join(key.key for key in path), leaf
 
 
@@ -348,8 +356,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(paths_of(tree))
 
 
-def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
-    return math.prod(param.shape) * param.dtype.itemsize
+def _num_bytes(param: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(param))
 
 
 def language_tensors(
@@ -438,6 +446,8 @@ def _check_tied_head(files: TensorFiles, head: jax.Array, embedding: jax.Array) 
 
 def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
     """One parameter; stacked ones are read layer by layer into the shard."""
+    if is_nf4(param):
+        return _load_nf4(files, layout, param)
     shards: dict[tuple, np.ndarray] = {}  # several devices may have the same shard
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -447,6 +457,45 @@ def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
         return shards[key]
 
     return jax.make_array_from_callback(param.shape, param.sharding, read)
+
+
+def _load_nf4(files: TensorFiles, layout: Layout, param: Nf4) -> Nf4:
+    """One parameter in NF4, as the files have it or quantized matrix by matrix. Every process reads
+    whole matrices, since the offset is a mean over all entries.
+
+    Raises:
+      Unsupported: the parameter is a part of a tensor in NF4, whose blocks have also other parts.
+    """
+    stacked = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), param)
+    whole = jax.ShapeDtypeStruct(param.shape, np.float32)
+    for place in layout.places:
+        tensor = files.tensors[layout.name_at(place)]
+        if not isinstance(tensor, Nf4Tensor):
+            index = [(start, start + 1, 1) for start in place] + [(0, n, 1) for n in layout.shape]
+            matrix = read_shard(files, layout, tuple(index), whole).reshape(layout.shape)
+            arrays = _quantized(matrix, param.num_inputs)
+        elif layout.num_rows or tensor.shape != layout.stored_shape:
+            raise Unsupported(
+                f"unsupported: {tensor.name} in {tensor.path} has several parameters in NF4; use"
+                " --config.precision.frozen=bf16, or a model with weights in bfloat16"
+            )
+        else:
+            arrays = files.read_nf4(tensor)
+        for stack, array in zip(jax.tree.leaves(stacked), arrays):
+            stack[place] = np.asarray(array).reshape(stack[place].shape)
+    return jax.tree.map(
+        lambda x, array: jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__),
+        param,
+        stacked,
+    )
+
+
+def _quantized(matrix: np.ndarray, num_inputs: int) -> tuple[Any, ...]:
+    """Flat codes, scales, maxima and offset of [inputs..., outputs...]."""
+    columns = matrix.reshape(math.prod(matrix.shape[:num_inputs]), -1)
+    codes, largest = jax.jit(nf4.quantized)(columns.T.reshape(-1))
+    offset = np.float32(np.mean(np.asarray(largest), dtype=np.float64))
+    return codes, *jax.jit(nf4.quantized_scales)(largest, offset), offset
 
 
 def read_shard(

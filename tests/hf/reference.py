@@ -210,6 +210,32 @@ def dequantize(directory: str) -> dict[str, np.ndarray]:
     return {name: x.contiguous().view(torch.uint16).numpy() for name, x in weights.items()}
 
 
+def nf4(directory: str, quantized: str, config: dict, tokens: list) -> dict[str, np.ndarray]:
+    """Writes a random model in bfloat16, and the same in NF4 by bitsandbytes; returns its
+    dequantized weights, and logits of these in float32.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_config(transformers.AutoConfig.for_model(**config))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    options = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    in_nf4 = auto.from_pretrained(directory, quantization_config=options, dtype=torch.bfloat16)
+    in_nf4.save_pretrained(quantized)
+    weights = {
+        name: dequantize_4bit(x.data, x.quant_state).float()
+        for name, x in in_nf4.named_parameters()
+        if hasattr(x, "quant_state")
+    }
+    whole = open_model(directory)  # not `model`, whose buffers are in bfloat16
+    whole.load_state_dict(weights, strict=False)
+    found = logits_and_loss(whole.eval(), np.array(tokens))[0]
+    return {name: x.numpy() for name, x in weights.items()} | {"logits": found.detach().numpy()}
+
+
 def weights(directory: str) -> dict[str, np.ndarray]:
     """The bits of all weights in bfloat16, by the names of released files. On CPU, transformers
     dequantizes weights in FP8 when it opens a model.
@@ -378,6 +404,7 @@ def main(jobs_path: str) -> None:
             save,
             balance_gradients,
             dequantize,
+            nf4,
             weights,
             resize,
             peft_gradients,

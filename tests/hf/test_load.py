@@ -833,7 +833,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "gpt_oss",
             dict(quantization_config=dict(quant_method="awq")),
             "quantized with awq; use the model with weights in bfloat16, float16 or float32, or quantized with fp8 or"
-            " mxfp4",
+            " bitsandbytes or mxfp4",
         ),
         (
             "llama",

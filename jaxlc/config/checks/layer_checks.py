@@ -7,6 +7,7 @@ Checks of config.precision against other settings. Imports no jax.
 
 from collections.abc import Iterator, Sequence
 
+from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.frozen import SECTIONS, Config, to_dict
 from jaxlc.config.kinds import (
     FEED_FORWARDS,
@@ -274,6 +275,8 @@ def precision_problems(config: Config) -> Iterator[str]:
             "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use"
             " --config.precision.compute=bf16"
         )
+    if precision.frozen == "nf4":
+        yield from _nf4_problems(config)
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
         yield (
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
@@ -289,6 +292,27 @@ def precision_problems(config: Config) -> Iterator[str]:
             f" config.memory.tile_tokens={config.memory.tile_tokens} computes it tile by tile;"
             " use --config.precision.fp8_scaling=current"
         )
+
+
+def _nf4_problems(config: Config) -> Iterator[str]:
+    setting, memory = "config.precision.frozen='nf4'", config.memory
+    if memory.remat == "none":
+        yield (
+            f"unsupported: {setting} with config.memory.remat='none', which would save the dequantized weights of all"
+            " layers; use --config.memory.remat=matmuls"
+        )
+    if memory.node_copy_devices:
+        yield (
+            f"unsupported: {setting} with config.memory.node_copy_devices={memory.node_copy_devices}; use 0"
+        )
+    for path, matrix in quantized_matrices(config.model, config.lora, config.train).items():
+        if [*matrix.inputs.values()][-1] % 2 or matrix.num_inputs * matrix.num_outputs % 64:
+            yield (
+                f"unsupported: {setting} needs matrices with an even number of inputs and a multiple of 64 entries, and"
+                f" {path} has {matrix.num_inputs} inputs and {matrix.num_outputs} outputs; use"
+                " --config.precision.frozen=bf16"
+            )
+            return
 
 
 def _layer_problems(bf16_layers: tuple[int, ...], num_layers: int) -> Iterator[str]:

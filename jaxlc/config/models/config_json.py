@@ -312,6 +312,7 @@ _IRRELEVANT = {
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
 FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
+BITSANDBYTES = "bitsandbytes"  # the same in NF4
 # fields of models with quantized weights
 _QUANTIZATION = ("quantization_config", "compression_config")
 _OWN_CODE = "code of its own"
@@ -568,7 +569,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_quantization(config: Mapping[str, Any], family: Family, where: str) -> None:
     quantization = quantization_of(config)
     method = quantization.get("quant_method", "an unnamed method")
-    supported = [name for name in (FP8, family.quantization) if name]
+    supported = [name for name in (FP8, BITSANDBYTES, family.quantization) if name]
     if quantization and method not in supported:
         raise Unsupported(
             f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}; use"
