@@ -1,5 +1,5 @@
 """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
-[--entropy] [--experts]
+[--entropy] [--experts] [--top_k=0]
 
 Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a
 Hugging Face directory. The output has one JSON line per record, in order, and a run that is
@@ -51,6 +51,9 @@ class Flags(VerbFlags):
     entropy: bool = False  # also write the entropies of the next token, in the field entropies
     # also write the experts of each token, in the field routed_experts for posttrain.replay_routing
     experts: bool = False
+    # also write this number of most probable tokens, in the fields teacher_tokens, teacher_log_probs and
+    # teacher_tokenizer for posttrain.teacher_top_k
+    top_k: int = 0
     step: int | None = None  # checkpoint to use; default: the latest
     # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
     chat_template: str = ""
@@ -77,9 +80,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     from jaxlc.checkpoints.files import model_fingerprint
-    from jaxlc.data.sequences.loader import experts_dtype
     from jaxlc.data.tokens.encoder import Encoder, template_if_any
-    from jaxlc.posttrain.records import TraceReader, encoded_experts
+    from jaxlc.posttrain.records import TraceReader
     from jaxlc.posttrain.traces import records_of
 
     out, source = local_path(flags.out), local_path(flags.traces)
@@ -97,6 +99,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
         model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
         chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
         temperature=flags.temperature, entropy=flags.entropy, **(dict(experts=True) if flags.experts else {}),
+        **(dict(top_k=flags.top_k) if flags.top_k else {}),
     )  # fmt: skip
     if flags.experts and not run.config.model.layers_with_experts:
         raise UserError(
@@ -116,15 +119,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
                 continue
             traces = reader.read(record, is_sampled=True)
             scores = [_scores_of(run.model, trace, flags) for trace in traces]
-            values = dict(record.values)
-            values[flags.field] = _by_answer([x.log_probs[0].tolist() for x in scores])
-            if flags.entropy:
-                values["entropies"] = _by_answer([x.entropies[0].tolist() for x in scores])
-            if flags.experts:
-                dtype = experts_dtype(run.config.model).base
-                values["routed_experts"] = _by_answer(
-                    [encoded_experts(x.experts[0, :-1].astype(dtype)) for x in scores]
-                )
+            values = dict(record.values) | _fields(scores, run, flags)
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             if num_records % 100 == 0:
@@ -137,10 +132,29 @@ def _score(command: ParsedCommand[Flags]) -> int:
     return 0
 
 
+def _fields(scores: Sequence[Any], run: Any, flags: Flags) -> dict[str, Any]:
+    """What the command adds to a record, from the scores of its traces."""
+    from jaxlc.data.sequences.loader import experts_dtype
+    from jaxlc.posttrain.records import TEACHER, encoded_array
+
+    values = {flags.field: _by_answer([x.log_probs[0].tolist() for x in scores])}
+    if flags.entropy:
+        values["entropies"] = _by_answer([x.entropies[0].tolist() for x in scores])
+    if flags.experts:
+        dtype = experts_dtype(run.config.model).base
+        arrays = [encoded_array(x.experts[0, :-1].astype(dtype)) for x in scores]
+        values["routed_experts"] = _by_answer(arrays)
+    if flags.top_k:
+        for name, of in zip(TEACHER, ("top_tokens", "top_log_probs")):
+            values[name] = _by_answer([encoded_array(getattr(x, of)[0]) for x in scores])
+        values["teacher_tokenizer"] = run.tokenizer.fingerprint
+    return values
+
+
 def _scores_of(model: Any, trace: Any, flags: Flags) -> Any:
     """The `TokenScores` of the tokens in the loss."""
     targets = np.flatnonzero(trace.in_loss)[None]
-    settings = flags.temperature, flags.experts
+    settings = flags.temperature, flags.experts, flags.top_k
     return model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], *settings)
 
 

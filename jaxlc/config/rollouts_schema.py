@@ -1,9 +1,126 @@
-"""The section `rollouts` of a config."""
+"""The sections `posttrain` and `rollouts` of a config."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import Above0UpTo1, From0UpTo1, From1, FromMinus1
+from jaxlc.config.ranges import (
+    Above0,
+    Above0UpTo1,
+    From0Below1,
+    From0UpTo1,
+    From1,
+    FromMinus1,
+    ZeroOrAbove1,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosttrainConfig:
+    """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
+
+    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. simpo: the same of
+    # mean log-probabilities, without a reference. kto: on labeled answers, against the KL divergence of mismatched
+    # answers; apo_zero_unpaired: without the divergence. grpo: the clipped policy gradient; the mean over answers of
+    # the mean over their tokens. dapo: the mean over all tokens of the step. dr_grpo: the sum over tokens, divided by
+    # max_answer_tokens and the number of answers. cispo: as dapo, but the ratio is limited at 1 + clip_high and has no
+    # gradient; it weighs the gradient of the log-probability. reverse_kl: as dapo, but the advantage of a token is its
+    # reference (teacher) minus its old log-probability.
+    loss: Literal[
+        "", "dpo", "simpo", "kto", "apo_zero_unpaired", "grpo", "dapo", "dr_grpo", "cispo", "reverse_kl"
+    ] = ""  # fmt: skip
+    clip_low: From0Below1[float] = 0.2  # policy losses: ratios are clipped at 1 - clip_low
+    clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
+    # grpo, dapo, dr_grpo: the largest ratio also where the advantage is negative (two-sided clipping); 0: no limit
+    delta: ZeroOrAbove1[float] = 0.0
+    # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
+    ratio: Literal["token", "sequence"] = "token"
+    kl: float = 0.0  # policy losses: weight of the KL divergence from the reference (k3)
+    # the reference model of dpo, kto, apo_zero_unpaired and kl. record: its log-probabilities are in the field
+    # reference_log_probs of the records. base: the model without the adapters of LoRA, which takes one more forward
+    # pass, but no other weights. model: that of reference_model, whose weights are in pinned host memory; one more
+    # forward pass. auto: record if data.traces have the field, else base with LoRA, else model.
+    reference: Literal["auto", "record", "base", "model"] = "auto"
+    # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
+    # settings. Empty: model.init_from.
+    reference_model: str = ""
+    # policy losses: the old log-probabilities, to which ratios compare the new ones: of the trainer, before the first
+    # update on the answers. policy: from the training forward, so that all ratios are 1. record: from the field
+    # old_log_probs of the records, such as of `jaxlc logprobs`. sampled: the sampler's, from sampled_log_probs.
+    old_log_probs: Literal["policy", "record", "sampled"] = "policy"
+    # policy losses: the loss of each token is multiplied by exp(old - sampled log-probability), within limits and
+    # without a gradient; the field sampled_log_probs of the records has the sampler's values.
+    importance_weights: bool = False
+    # importance_weights: of each token, of an answer (from the sum of its differences), or their geometric mean over
+    # the answer. truncate: weights outside of the limits become the limit; mask: they become 0.
+    weight_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = "token_truncate"
+    weight_min: float = 0.0  # importance_weights: lower limit
+    weight_max: float = 3.0  # importance_weights: upper limit; 0: none
+    # policy losses: negative answers whose mean of sampled - new is above this have no loss (DeepSeek-V3.2). 0: none
+    off_policy_mask_threshold: float = 0.0
+    # policy losses: advantages of rewards are divided by their standard deviation in the group
+    scale_advantages: bool = True
+    mask_truncated: bool = False  # policy losses: answers with truncated=true have no loss
+    # policy losses: groups whose advantages are all 0, such as of equal rewards, are packed (keep) or not (drop)
+    no_advantage: Literal["drop", "keep"] = "drop"
+    max_answer_tokens: int = 0  # dr_grpo: the constant length
+    beta: Above0[float] = 0.1  # preference losses: inverse temperature of the implicit reward
+    # dpo, simpo: probability that a pair is labeled the wrong way round
+    label_smoothing: From0Below1[float] = 0.0
+    target_margin: float = 0.5  # simpo: of the implicit rewards of the two answers (gamma)
+    # kto, apo_zero_unpaired: weights of the losses of answers whose label is true, and false
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    # logits are divided by it before log-probabilities are computed, as in sampling
+    temperature: Above0[float] = 1.0
+    # traces without posttrain.loss: the loss is the KL divergence from a teacher instead of cross entropy, over this
+    # number of its most probable next tokens and one bucket for all others. The records have them in the fields
+    # teacher_tokens and teacher_log_probs, such as of `jaxlc logprobs --top_k`. 0: cross entropy
+    teacher_top_k: int = 0
+    # tokens go to the experts that the sampler chose, which the records have in the field routed_experts. The weights
+    # of these experts are those of the current router.
+    replay_routing: bool = False
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether the loss is of pairs of a chosen and a rejected answer."""
+        return self.loss in ("dpo", "simpo")
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether the loss is of answers with a label."""
+        return self.loss in ("kto", "apo_zero_unpaired")
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the loss is of answers with an advantage."""
+        return bool(self.loss) and not (self.is_pairwise or self.is_labeled)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs the log-probabilities of a reference model."""
+        needs_values = self.loss in ("dpo", "reverse_kl") or self.is_labeled
+        return needs_values or bool(self.loss and self.kl)
+
+    @property
+    def uses_sampled(self) -> bool:
+        """Whether the loss needs the log-probabilities of the sampler."""
+        are_old = self.old_log_probs == "sampled"
+        return are_old or self.importance_weights or self.off_policy_mask_threshold > 0
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether batches have the log-probabilities of the reference; of auto, see
+        `traces.with_reference`.
+        """
+        is_recorded = self.reference in ("auto", "record") and self.loss != "kto"
+        return self.uses_reference and is_recorded
+
+    @property
+    def uses_reference_model(self) -> bool:
+        """Whether the loss needs the weights of a reference model of its own."""
+        return self.uses_reference and self.reference == "model"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,9 +85,11 @@ def _kind(
         return Rollouts
     if config.data.traces:
         return Traces
-    if config.posttrain.loss:
+    posttrain = config.posttrain
+    if posttrain.loss or posttrain.teacher_top_k:
+        name = "loss" if posttrain.loss else "teacher_top_k"
         raise UserError(
-            f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces, or pass"
+            f"config.posttrain.{name}={getattr(posttrain, name)!r} without traces: set config.data.traces, or pass"
             " batches to jaxlc.train.run"
         )
     return Corpus

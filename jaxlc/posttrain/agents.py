@@ -21,7 +21,7 @@ from jaxlc.core.files import displayed
 from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.records import encoded_experts
+from jaxlc.posttrain.records import encoded_array
 from jaxlc.posttrain.rewards import Answer, Reward, load_function, rewards_of
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt
@@ -267,7 +267,7 @@ class Agents:
         for context in trajectory.contexts:
             experts = {}
             if context.experts is not None:
-                experts = dict(routed_experts=encoded_experts(context.experts))
+                experts = dict(routed_experts=encoded_array(context.experts))
             yield dict(
                 **experts,
                 tokens=context.tokens.tolist(),

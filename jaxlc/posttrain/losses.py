@@ -14,6 +14,7 @@ over the head that returns the log-probabilities.
     dapo     Yu et al. 2025, arXiv:2503.14476, equation 8: clip-higher, mean over tokens
     dr_grpo  Liu et al. 2025, arXiv:2503.20783: sums over tokens, divided by a constant
     cispo    MiniMax 2025, arXiv:2506.13585, equations 4 and 5, without a lower limit
+    reverse_kl            the KL divergence from a teacher at sampled tokens: Lu et al. 2025, "On-policy distillation"
     ratio    of sequences: Zheng et al. 2025 (GSPO), arXiv:2507.18071, equation 7
     delta    Team Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291, section 3.4
     off-policy mask       DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, equation 9
@@ -49,7 +50,8 @@ class PolicySums(NamedTuple):
     loss: jax.Array
     ratio: jax.Array | None = None  # of new to old probabilities
     clipped: jax.Array | None = None  # tokens whose gradient is clipped
-    # k3 estimate of the divergence from the reference; kto: its estimate from mismatched answers
+    # k3 estimate of the divergence from the reference; kto: its estimate from mismatched answers;
+    # reverse_kl: old minus teacher's log-probability
     kl: jax.Array | None = None
     # Sampled minus old log-probability; NaN if a token of the step has no record.
     sampler_minus_trainer: jax.Array | None = None
@@ -104,7 +106,7 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
         return batch.answer_weights.sum() / 2
     if settings.is_labeled:
         return jnp.where(batch.advantages != 0, batch.answer_weights, 0).sum()
-    if settings.loss in ("dapo", "cispo"):
+    if settings.loss in ("dapo", "cispo", "reverse_kl"):
         return batch.loss_weights.sum()
     answers = batch.answer_weights.sum()
     return answers * settings.max_answer_tokens if settings.loss == "dr_grpo" else answers
@@ -208,12 +210,16 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
     olds = dict(policy=new_BT, record=batch.old_log_probs, sampled=sampled_BT)
     old_BT = olds[settings.old_log_probs]
     log_ratios_BT = difference(log_probs_BT, old_BT)
+    columns, sums = {}, {}
+    if settings.loss == "reverse_kl":
+        batch = batch._replace(advantages=difference(batch.reference_log_probs, old_BT))
+        columns["kl"] = -batch.advantages
     if settings.ratio == "sequence":
         log_ratios_BT = _over_answers(batch, batch.answer_weights * log_ratios_BT)
     ratios_BT = jnp.exp(log_ratios_BT)
     gains_BT, is_clipped_BT = _gains(ratios_BT, log_probs_BT, batch, settings)
     losses_BT = -gains_BT
-    columns, sums = dict(ratio=ratios_BT, clipped=is_clipped_BT), {}
+    columns |= dict(ratio=ratios_BT, clipped=is_clipped_BT)
     if sampled_BT is not None:
         gap_BT = difference(sampled_BT, old_BT)
         columns |= dict(sampler_minus_trainer=gap_BT, sampler_difference=jnp.abs(gap_BT))

@@ -27,6 +27,13 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
     policy_step           of rollouts: the training step after which the weights that made the answer were exported
     failed                of rollouts: why there is no reward; the record is counted and not trained on
 
+With posttrain.teacher_top_k, they have the teacher's candidates for each token in the loss, in order, as arrays in the
+format of .npy files (as the next ones) or lists, [tokens in the loss, posttrain.teacher_top_k or more]:
+
+    teacher_tokens        token ids, integers
+    teacher_log_probs     their log-probabilities
+    teacher_tokenizer     the fingerprint of the teacher's tokenizer, which must be that of the run
+
 With posttrain.replay_routing, they have the experts of each token but the last, which is no input:
 
     routed_experts            an array in the format of NumPy's .npy files, integers [tokens - 1, layers, experts per
@@ -49,7 +56,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlc.config import ModelConfig
-from jaxlc.core.errors import reason_of
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.texts.documents import (
@@ -73,6 +80,8 @@ FIELDS = (  # all that a record of traces may have
     "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step", "failed",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
+TEACHER = ("teacher_tokens", "teacher_log_probs")
+TEACHER_FIELDS = (*TEACHER, "teacher_tokenizer")
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
 LOG_PROBS = ("sampled_log_probs", "old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
@@ -99,6 +108,9 @@ class Trace:
     # recorded experts, of `loader.experts_dtype` [n]; empty: they are not read
     experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
+    # of TEACHER, of each token in the loss: [n, posttrain.teacher_top_k]; empty: they are not read
+    teacher: dict[str, np.ndarray] = field(default_factory=dict)
+
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first one that is in the loss."""
@@ -113,6 +125,7 @@ class Trace:
             is_truncated=True,
             log_probs={name: x[:num_tokens] for name, x in self.log_probs.items()},
             experts=self.experts[:num_tokens],
+            teacher={name: x[:num_tokens] for name, x in self.teacher.items()},
         )
 
 
@@ -126,12 +139,20 @@ class _Encoded(NamedTuple):
 class TraceReader:
     """Reads traces from records."""
 
-    def __init__(self, encoder: Encoder, vocab_size: int, experts_of: ModelConfig | None = None):
+    def __init__(
+        self,
+        encoder: Encoder,
+        vocab_size: int,
+        experts_of: ModelConfig | None = None,
+        teacher_top_k: int = 0,
+    ):
         """
         Args:
           vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
           experts_of: the model whose recorded experts are read; None: these are ignored.
+          teacher_top_k: candidates of the teacher that are read; 0: these are ignored.
         """
+        self._teacher_top_k = teacher_top_k
         self.encoder, self._vocab_size, self._experts_of = encoder, vocab_size, experts_of
 
     def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
@@ -144,7 +165,7 @@ class TraceReader:
           UserError: the record is a chat, and there is no chat template.
         """
         values, where = _values(record), record.where
-        is_sampled |= any(name in values for name in LOG_PROBS)
+        is_sampled |= any(name in values for name in (*LOG_PROBS, *TEACHER))
         if "chosen" not in values and "rejected" not in values:
             fields = _other_fields(values, where)
             return [self._trace(values, "completion", where, is_sampled, **fields)]
@@ -218,10 +239,48 @@ class TraceReader:
             raise BadRecord(f"{where}: no token is in the loss")
         if self._experts_of is not None:
             fields["experts"] = recorded_experts(values, len(tokens), self._experts_of, where)
+        if self._teacher_top_k:
+            fields["teacher"] = self._teacher(values, in_loss, where)
         return Trace(
             where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16], **fields,
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
         )  # fmt: skip
+
+    def _teacher(
+        self, values: Mapping[str, Any], in_loss: np.ndarray, where: str
+    ) -> dict[str, np.ndarray]:
+        top_k, fingerprint = self._teacher_top_k, self.encoder.tokenizer.fingerprint
+        if (known := values.get("teacher_tokenizer")) != fingerprint:
+            raise UserError(
+                f"{where}: teacher_tokenizer is {known!r}, and the tokenizer of the run has the fingerprint"
+                f" {fingerprint!r}: config.posttrain.teacher_top_k needs equal vocabularies; add the fields with `jaxlc"
+                f" logprobs TEACHER TRACES OUT --top_k={top_k}`, or record this value if the vocabularies are equal"
+            )
+        arrays = []
+        for name in TEACHER:
+            try:
+                arrays.append(np.asarray(_array_of_file(values[name])))
+            except (KeyError, ValueError, TypeError) as error:
+                raise BadRecord(f"{where}: {name} is no array ({reason_of(error)})") from error
+        tokens, log_probs = arrays
+        is_valid = tokens.ndim == 2 and np.issubdtype(tokens.dtype, np.integer)
+        expected = (int(in_loss.sum()), top_k)
+        if not is_valid or len(tokens) != expected[0] or tokens.shape[1] < top_k:
+            raise BadRecord(
+                f"{where}: teacher_tokens is {tokens.dtype}{list(tokens.shape)}, expected integers {list(expected)}:"
+                " tokens in the loss, and config.posttrain.teacher_top_k or more"
+            )
+        if log_probs.shape != tokens.shape or not (np.exp(log_probs).sum(1) <= 1.001).all():
+            raise BadRecord(
+                f"{where}: teacher_log_probs are not the logarithms of probabilities of teacher_tokens"
+            )
+        check_range("token", tokens, self._vocab_size, f"teacher_tokens of {where}")
+        best = np.argsort(-log_probs, axis=1, kind="stable")[:, :top_k]
+        result = {}
+        for name, array, missing, dtype in zip(TEACHER, arrays, (-1, 0), ("i4", "f4")):
+            result[name] = np.full((len(in_loss), top_k), missing, dtype)
+            result[name][in_loss] = np.take_along_axis(array, best, 1)
+        return result
 
     def _encoded(
         self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool
@@ -436,7 +495,7 @@ def _expert_rows(
     try:
         content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
         if content.startswith(_NPY_MAGIC):
-            return np.load(io.BytesIO(content), allow_pickle=False)
+            return _array_of_file(content)
         numbers = np.frombuffer(content, values.get("routed_experts_dtype", "int32"))
         return numbers.reshape(num_rows, -1, num_chosen)
     except (ValueError, TypeError) as error:
@@ -446,8 +505,16 @@ def _expert_rows(
         ) from error
 
 
-def encoded_experts(experts: np.ndarray) -> bytes:
-    """The value of the field routed_experts, with the experts of all tokens but the last."""
+def _array_of_file(value: Any) -> Any:
+    """The array of a .npy file, from its bytes or their base64 text; other values as they are."""
+    content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
+    if isinstance(content, bytes):
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    return array_of(content)
+
+
+def encoded_array(array: np.ndarray) -> bytes:
+    """The value of a field that has an array, such as routed_experts."""
     file = io.BytesIO()
-    np.save(file, experts)
+    np.save(file, array)
     return file.getvalue()

@@ -35,6 +35,7 @@ from jaxlc.posttrain.records import (
     EXPERTS_FIELDS,
     FIELDS,
     REJECTED,
+    TEACHER_FIELDS,
     Trace,
     TraceReader,
 )
@@ -171,7 +172,8 @@ def open_traces(
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
-    fields = FIELDS + EXPERTS_FIELDS if posttrain.replay_routing else FIELDS
+    fields = FIELDS + EXPERTS_FIELDS * posttrain.replay_routing
+    fields += TEACHER_FIELDS * bool(posttrain.teacher_top_k)
     read, warnings = _read(config, tokenizer, sources or data.traces, _SETTING, _trace_of, fields)
     trained = [trace for trace in read if trace is not None]
     traces = list(_fitting(trained, data, warnings))
@@ -181,6 +183,8 @@ def open_traces(
     _check_log_probs(traces, dtypes, posttrain)
     if posttrain.is_labeled:
         traces = [_labeled(trace, posttrain.loss) for trace in traces]
+    if posttrain.loss == "reverse_kl":  # the loss computes those of tokens
+        traces = [replace(trace, advantage=1.0) for trace in traces]
 
     levels = config.attention.shared_prefixes
 
@@ -213,9 +217,7 @@ def open_traces(
     rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
     rewards["failed"] = float(len(read) - len(trained))
     if posttrain.replay_routing:
-        parts = [x for part in all_trees for tree in part for x in tree.experts_differ]
-        differ = np.concatenate([np.zeros(0, bool), *parts])
-        rewards["experts_differ"] = float(differ.sum() / max(1, len(differ)))
+        rewards["experts_differ"] = _experts_differ(all_trees)
     masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
 
     def packed(parts: list[list[Tree]], **options: Any) -> PackedTraces:
@@ -242,6 +244,13 @@ def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
     if isinstance(record.values, dict) and record.values.get("failed"):
         return [None]
     return reader.read(record)
+
+
+def _experts_differ(groups: Sequence[list[Tree]]) -> float:
+    """The fraction of shared tokens whose recorded experts differ."""
+    parts = [x for part in groups for tree in part for x in tree.experts_differ]
+    differ = np.concatenate([np.zeros(0, bool), *parts])
+    return float(differ.sum() / max(1, len(differ)))
 
 
 def _steps(groups: Sequence[Group], config: Config) -> tuple[list[list[Tree]], dict[str, Any]]:
@@ -318,7 +327,8 @@ def _read(
     notes = Notes(config.data.max_bad_records)
     encoder = Encoder(tokenizer, config.data.chat_template, notes)
     experts_of = config.model if config.posttrain.replay_routing else None
-    reader = TraceReader(encoder, config.model.vocab_size, experts_of)
+    top_k = config.posttrain.teacher_top_k
+    reader = TraceReader(encoder, config.model.vocab_size, experts_of, top_k)
     items = []
     for file in list_files(sources, setting).files:
         for record in records_of(file.path, fields):

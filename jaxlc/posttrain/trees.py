@@ -333,6 +333,8 @@ class PackedTraces:
                 segment_ids=segment,
                 experts=node.trace.experts[span],
             )
+            for trace in node.traces:
+                _write_teacher(arrays, node, trace, at)
             if depth:
                 arrays["prefix_ids"][at:end, :depth] = segments[:-1]
             if "loss_tokens" in arrays:
@@ -370,6 +372,16 @@ class PackedTraces:
             **dict(sampled_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
         )
+
+
+def _write_teacher(arrays: dict[str, np.ndarray], node: Tree, trace: Trace, at: int) -> None:
+    """Writes the teacher's candidates of the tokens of a node, from `at` on, that a trace has in its
+    loss.
+    """
+    inputs = node.inputs(trace)
+    inputs = inputs.start + np.flatnonzero(trace.in_loss[inputs.start + 1 : inputs.stop + 1])
+    for name in trace.teacher.keys() & arrays.keys():
+        arrays[name][at + inputs - node.first] = trace.teacher[name][inputs + 1]
 
 
 def _write(
@@ -469,6 +481,7 @@ def fingerprint(
             trace.in_loss,
             *(trace.log_probs[name] for name in sorted(trace.log_probs)),
             trace.experts,
+            *trace.teacher.values(),
         ):
             digest.update(array.tobytes())
     return digest.hexdigest()

@@ -292,6 +292,8 @@ def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
     if (experts := batch.experts) is not None:
         is_missing = experts == jnp.iinfo(experts.dtype).max
         ends.append((jnp.where(is_missing, 0, experts), model.experts.num_experts))
+    if batch.teacher_tokens is not None:
+        ends.append((batch.teacher_tokens + 1, model.vocab_size + 1))
     return sum(((x < 0) | (x >= end)).astype(jnp.float32).sum() for x, end in ends)
 
 

@@ -214,6 +214,11 @@ def check_supported(
             f"config.memory.node_copy_devices={memory.node_copy_devices} is unsupported with a custom model, which"
             " gathers weights itself; use 0"
         )
+    if (has_model or has_loss) and config.posttrain.teacher_top_k:
+        raise Unsupported(
+            f"config.posttrain.teacher_top_k={config.posttrain.teacher_top_k} is unsupported with a custom model or"
+            " loss; set it to 0"
+        )
     if (has_model or has_loss) and config.posttrain.loss:
         raise Unsupported(
             f"config.posttrain.loss={config.posttrain.loss!r} is unsupported with a custom model or loss: it is a loss"

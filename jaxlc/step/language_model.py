@@ -56,6 +56,9 @@ class TokenScores(NamedTuple):
     entropies: np.ndarray  # float32, in nats: of the distribution of the next token
     # int32 [B, T, layers with experts, experts per token]: what routers chose; None: not asked for
     experts: np.ndarray | None = None
+    # [B, n, top_k]: the most probable next tokens, int32, and their log-probabilities, float32
+    top_tokens: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
 
 
 class LanguageModel:
@@ -174,9 +177,11 @@ class LanguageModel:
         candidates: np.ndarray,
         temperature: float = 1.0,
         records_experts: bool = False,
+        top_k: int = 0,
     ) -> "TokenScores":
         """As `log_probs`, of logits divided by `temperature`, with the entropy of each
-        distribution, and with `records_experts` the experts of all tokens.
+        distribution, with `records_experts` the experts of all tokens, and the `top_k` most
+        probable tokens.
         """
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
@@ -202,12 +207,16 @@ class LanguageModel:
                 positions_Bn[:, i : i + chunk],
                 candidates_Bn[:, i : i + chunk],
                 temperature,
+                top_k,
             )
             for i in range(0, positions_Bn.shape[1], chunk)
         ]
-        arrays = (np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks))
+        *arrays, tokens, log_probs = (
+            np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks)
+        )
         order = padded.natural_order[: padded.shape[1]]
-        return TokenScores(*arrays, *(np.asarray(x)[:num_sequences, order] for x in experts))
+        of_tokens = [np.asarray(x)[:num_sequences, order] for x in experts] or [None]
+        return TokenScores(*arrays, *of_tokens, tokens, log_probs)
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
@@ -234,7 +243,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _scores(self):
-        def scores(features_BTX, head_DV, index_Bn, candidates_Bn, temperature):
+        def scores(features_BTX, head_DV, index_Bn, candidates_Bn, temperature, top_k):
             logits_BnV = self._projected(
                 jnp.take_along_axis(features_BTX, index_Bn[..., None], axis=1), head_DV
             )
@@ -243,11 +252,13 @@ class LanguageModel:
                 ..., 0
             ]
             entropy_Bn = -(jnp.exp(log_probs_BnV) * log_probs_BnV).sum(-1)
-            return chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn
+            is_best_Bn = logits_BnV.argmax(-1) == candidates_Bn
+            top_log_probs, top_tokens = jax.lax.top_k(log_probs_BnV, top_k)
+            return chosen_Bn, is_best_Bn, entropy_Bn, top_tokens, top_log_probs
 
-        return Program(
-            "scores", jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
-        )
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        jitted = jax.jit(scores, static_argnums=5, out_shardings=everywhere)
+        return Program("scores", jitted)
 
     def _projected(self, features_BnX: jax.Array, head_DV: jax.Array | None) -> jax.Array:
         """The logits, float32 [B, n, V]."""

@@ -12,6 +12,13 @@ The memory that the training state leaves free decides how many tokens have thei
 adds its gradient to the float32 gradient of the output head [D, V], in device memory: 4.2 GB of traffic for an 8B
 model, about as long as the chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
 
+Distillation
+------------
+With a teacher, the loss of a token is the KL divergence of the student from the teacher, over the teacher's most
+probable next tokens and one bucket for all others. Its gradient with respect to the logits is the softmax minus a
+target distribution: the teacher's probabilities, and in the bucket the student's, scaled to the teacher's probability
+of it.
+
 Losses of experts
 -----------------
 They are computed from the sums that layers with experts return. Sums are over the tokens of a microbatch on all ranks:
@@ -144,6 +151,13 @@ class LossSums(NamedTuple):
     entropy: jax.Array | None = None  # float32: sum of weight x entropy of the next token, in nats
 
 
+class Teacher(NamedTuple):
+    """The most probable next tokens of a teacher, by token."""
+
+    tokens: jax.Array  # int32 [..., k]; -1: none. A token with none has the loss 0
+    log_probs: jax.Array  # float32 [..., k]
+
+
 class _ChunkCarry(NamedTuple):
     """The carry of the loop over the chunks of one rank."""
 
@@ -159,17 +173,18 @@ def token_losses(
     head_DV: jax.Array,
     targets_BT: jax.Array,
     spec: LossSpec,
+    teacher: Teacher | None = None,
 ) -> jax.Array:
     """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
-    return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec)[1]
+    return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher)[1]
 
 
 def sums_and_losses(
-    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec
+    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, teacher: Teacher | None = None
 ) -> tuple[LossSums, jax.Array]:
     """The results of `loss_sums` and `token_losses`; not differentiable."""
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -180,6 +195,7 @@ def loss_sums(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     spec: LossSpec,
+    teacher: Teacher | None = None,
 ) -> LossSums:
     """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all microbatches.
 
@@ -191,8 +207,9 @@ def loss_sums(
         dimension of nodes, and its gradient is the sum over the tokens of the node.
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.
+      teacher: distillation instead of cross entropy of the targets; it has no gradient.
     """
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[0]
+    return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher)[0]
 
 
 class _Differentiated(NamedTuple):
@@ -202,17 +219,18 @@ class _Differentiated(NamedTuple):
     head: bool
 
 
-def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
-    """The arguments but the last are `CustomVJPPrimal`s, which know whether they are
+def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher):
+    """The arguments but spec are `CustomVJPPrimal`s, which know whether they are
     differentiated.
     """
     differentiated = _Differentiated(
         scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed
     )
-    primals = (
-        None if x is None else x.value for x in (x_BTD, scale_D, head_DV, targets_BT, weights_BT)
+    arguments = (x_BTD, scale_D, head_DV, targets_BT, weights_BT, teacher)
+    *primals, teacher = jax.tree.map(
+        lambda x: x.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    sums, _, *gradients = _over_ranks(*primals, spec, differentiated)
+    sums, _, *gradients = _over_ranks(*primals, spec, teacher, differentiated)
     return sums, gradients
 
 
@@ -221,7 +239,7 @@ def _backward_rule(_spec, gradients, cotangents: LossSums):
     scaled = jax.tree.map(
         lambda gradient: (cotangents.objective * gradient).astype(gradient.dtype), gradients
     )
-    return *scaled, None, None
+    return *scaled, None, None, None
 
 
 loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -234,6 +252,7 @@ def _over_ranks(
     targets_BT,
     weights_BT,
     spec: LossSpec,
+    teacher: Teacher | None,
     differentiated: _Differentiated | None,
 ):
     """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if
@@ -259,11 +278,11 @@ def _over_ranks(
         )
     if differentiated is not None:
         out_specs = (*out_specs, head_gradient)
-    in_specs = (hidden, everywhere, head, tokens, tokens)
+    in_specs = (hidden, everywhere, head, tokens, tokens, hidden)
     mapped = jax.shard_map(
         local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
+    return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT, teacher)
 
 
 def _gradient_spec(shape: tuple[int, ...], spec: LossSpec) -> PartitionSpec:
@@ -280,6 +299,7 @@ def _local(
     head_Dv,
     targets_bt,
     weights_bt,
+    teacher: Teacher | None,
     *,
     spec: LossSpec,
     differentiated: _Differentiated | None,
@@ -287,10 +307,10 @@ def _local(
     """`_over_ranks` on one rank; the sums are those over all ranks."""
     if spec.nodes is not None:
         head_Dv = head_Dv[0]
-    x_tD, targets_t, weights_t = (
-        x_btD.reshape(-1, x_btD.shape[-1]),
-        targets_bt.reshape(-1),
-        weights_bt.reshape(-1),
+    x_tD = x_btD.reshape(-1, x_btD.shape[-1])
+    # of the tokens: targets, weights and teacher
+    values_t = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[targets_bt.ndim :]), (targets_bt, weights_bt, teacher)
     )
     with_scale, with_head = differentiated or (False, False)
     gradients = (
@@ -300,13 +320,11 @@ def _local(
     carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *gradients)
 
     def process_chunk(carry: _ChunkCarry, start, size: int):
-        x_cD, targets_c, weights_c = (
-            lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
+        x_cD, values_c = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (carry.x_tD, values_t)
         )
         normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
-        sums, losses_c, *gradients = _chunk_loss(
-            normed_cD, head_Dv, targets_c, weights_c, spec, differentiated
-        )
+        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, values_c, spec, differentiated)
         carry = carry._replace(
             losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0)
         )
@@ -349,19 +367,22 @@ def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
 
 
 def _chunk_loss(
-    normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None
+    normed_cD, head_Dv, values_c, spec: LossSpec, differentiated: _Differentiated | None
 ):
     """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks,
     losses_c and, unless `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None
     if it is frozen)."""
-    num_own = len(targets_c)
+    num_own = len(normed_cD)
     # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of
     # all tensor ranks.
-    normed_cD, targets_c, weights_c = (
-        lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
+    normed_cD, (targets_c, weights_c, teacher) = jax.tree.map(
+        lambda x: lax.all_gather(x, TENSOR, axis=0, tiled=True), (normed_cD, values_c)
     )
     logits_cv = _logits(normed_cD, head_Dv, spec)
-    losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
+    if teacher is not None:
+        losses_of, targets_c = _distillation, teacher
+    else:
+        losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
     sums, losses_c, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
     if differentiated is None:
@@ -423,6 +444,46 @@ def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
         return lax.dynamic_slice_in_dim(dlogits_cV, lax.axis_index(TENSOR) * width, width, axis=1)
 
     return LossSums(objective=total, cross_entropy=total), losses_c, dlogits
+
+
+def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
+    """As `_cross_entropy`, of the KL divergence from a teacher. What is not among its tokens is summed
+    by itself, so that nothing cancels where the student gives it a small probability.
+    """
+    width = logits_cv.shape[1]
+    rows_c1, columns_ck = jnp.arange(len(logits_cv))[:, None], teacher.tokens - _columns(width)[0]
+    is_here_ck = (columns_ck >= 0) & (columns_ck < width) & (teacher.tokens >= 0)
+    places = rows_c1, jnp.where(is_here_ck, columns_ck, width)
+    here_ck = logits_cv.at[places].get(mode="fill", fill_value=0)
+    logits_ck = lax.psum(here_ck, TENSOR)
+    others_cv = logits_cv.at[places].set(-jnp.inf, mode="drop")
+    log_z_c, log_others_c = (_log_sum_exp(x) for x in (logits_cv, others_cv))
+    probs_ck = jnp.where(teacher.tokens >= 0, jnp.exp(teacher.log_probs), 0)
+    prob_others_c = jnp.maximum(1 - probs_ck.sum(1), 0)
+    prob_others_c = jnp.where(log_others_c > -jnp.inf, prob_others_c, 0)
+    log_others_c = jnp.where(prob_others_c > 0, log_others_c, log_z_c)
+    gaps_ck = teacher.log_probs - logits_ck + log_z_c[:, None]
+    losses_c = jnp.where(probs_ck > 0, probs_ck * gaps_ck, 0).sum(1)
+    gaps_c = jnp.log(jnp.maximum(prob_others_c, 1e-37)) - log_others_c + log_z_c
+    losses_c += prob_others_c * gaps_c
+    total = (weights_c * losses_c).sum()
+    objective = total + spec.z_loss * (weights_c * log_z_c**2).sum()
+
+    def dlogits() -> jax.Array:
+        scale_c = probs_ck.sum(1) + prob_others_c + 2 * spec.z_loss * log_z_c
+        softmax_cv = jnp.exp(logits_cv - log_z_c[:, None]) * scale_c[:, None]
+        targets_cv = jnp.exp(others_cv - log_others_c[:, None]) * prob_others_c[:, None]
+        dlogits_cv = (softmax_cv - targets_cv).at[places].add(-probs_ck, mode="drop")
+        return weights_c[:, None] * dlogits_cv
+
+    return LossSums(objective=objective, cross_entropy=total), losses_c, dlogits
+
+
+def _log_sum_exp(logits_cv: jax.Array) -> jax.Array:
+    """Over the columns of all tensor ranks; -inf if all are."""
+    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
+    max_c = jnp.where(max_c > -jnp.inf, max_c, 0)
+    return max_c + jnp.log(lax.psum(jnp.exp(logits_cv - max_c[:, None]).sum(1), TENSOR))
 
 
 @jax.named_scope(scopes.LOGITS)

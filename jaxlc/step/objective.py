@@ -68,6 +68,7 @@ from jaxlc.step.batch import (
 )
 from jaxlc.step.loss import (
     LossSpec,
+    Teacher,
     TokenLoss,
     expert_sums,
     loss_sums,
@@ -296,9 +297,8 @@ class Objective:
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, weights, part, kl)
-            sums = loss_sums(
-                *hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec
-            )
+            values = targets, self._in_tiles(weights), self._training_loss_spec
+            sums = loss_sums(*hidden_and_head, *values, self._teacher(part))
             total, experts = sums.objective, None
             if kinds_with(Routed, self.config.model):
                 experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
@@ -382,10 +382,13 @@ class Objective:
           spec: instead of that for evaluation.
         """
         *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        losses = token_losses(
-            *hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec
-        )
-        return self._in_sequences(losses)
+        values = self._in_tiles(batch.targets), spec or self._loss_spec, self._teacher(batch)
+        return self._in_sequences(token_losses(*hidden_and_head, *values))
+
+    def _teacher(self, batch: Batch) -> Teacher | None:
+        if batch.teacher_tokens is None:
+            return None
+        return Teacher(*map(self._in_tiles, (batch.teacher_tokens, batch.teacher_log_probs)))
 
     def log_probs(self, params, batch: Batch) -> jax.Array:
         """Log-probability of each target, or of those of the rows of the loss, at

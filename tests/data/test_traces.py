@@ -112,6 +112,52 @@ def test_labeled_answers_have_the_mismatched_answers_of_their_step(tmp_path):
         opened(tmp_path, records, posttrain=dict(loss="kto"), seq_len=12, train=dict(global_batch_size=1))  # fmt: skip
 
 
+def with_teacher(tokens, log_probs, **fields) -> dict:
+    values = dict(teacher_tokens=tokens, teacher_log_probs=log_probs, teacher_tokenizer="bytes")
+    return answer([6, 7], **values | fields)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_teacher_is_read_with_its_tokens(tmp_path, suffix):
+    """Two of three candidates, in any order; lists in JSON, .npy files in Parquet."""
+    tokens, log_probs = [[8, 9, 6], [1, 7, 2]], [[-3.0, -2.0, -1.0], [-0.5, -2.5, -2.0]]
+    if suffix == ".parquet":
+        tokens, log_probs = npy(np.array(tokens)), npy(np.float16(log_probs))
+    record, settings = with_teacher(tokens, log_probs), dict(posttrain=dict(teacher_top_k=2))
+    traces, config = opened(tmp_path, [record], suffix, seq_len=8, **settings)
+    row = traces.train[0]
+    np.testing.assert_array_equal(row["teacher_tokens"][4:6], [[6, 9], [1, 2]])
+    np.testing.assert_array_equal(row["teacher_log_probs"][4:6], [[-1, -2], [-0.5, -2]])
+    assert (np.delete(row["teacher_tokens"], (4, 5), 0) == -1).all()
+    other = dict(
+        record,
+        teacher_tokens=npy(np.array([[8, 9, 6], [1, 7, 2]])),
+        teacher_log_probs=npy(np.float16([[-3, -2, -1.5], [-0.5, -3, -2]])),
+    )
+    changed, _ = opened(tmp_path, [other], ".parquet", seq_len=8, **settings)
+    assert changed.fingerprint != traces.fingerprint
+    completed = complete_batch(as_batch(row), (1, 8), 257, "test", array_dtypes(config))
+    np.testing.assert_array_equal(completed["teacher_tokens"][0], row["teacher_tokens"])
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(teacher_tokenizer="x"), "fingerprint 'bytes': .* needs equal vocabularies"),
+        (dict(teacher_tokens=[[8], [1]]), r"int64\[2, 1\], expected integers \[2, 2\]"),
+        (dict(teacher_tokens=[[8, 9]]), r"expected integers \[2, 2\]"),
+        (dict(teacher_tokens=[[8, 999], [1, 2]]), "token 999"),
+        (dict(teacher_tokens="eA=="), "teacher_tokens is no array"),
+        (dict(teacher_log_probs=[[-0.1, -0.1], [-1, -2]]), "are not the logarithms"),
+    ],
+    ids=str,
+)
+def test_invalid_teacher_raises(tmp_path, fields, message):
+    record = with_teacher([[8, 9], [1, 2]], [[-1, -2], [-1, -2]], **fields)
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, [record], posttrain=dict(teacher_top_k=2))
+
+
 @pytest.mark.parametrize(
     "loss, recorded, sections, meaning",
     [
@@ -481,6 +527,11 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
             "shared_prefixes=1",
         ),
         (dict(posttrain=dict(loss="kto", reference="record")), "of the mismatched answers"),
+        (
+            dict(posttrain=dict(loss="reverse_kl", teacher_top_k=2)),
+            "teacher_top_k=2 with .*'reverse_kl': a top-k KL .* has no gradient in expectation",
+        ),
+        (dict(posttrain=dict(loss="reverse_kl", kl=0.1)), "kl=0.1 has no effect"),
         (dict(posttrain=dict(loss="orpo")), "ORPO is unsupported"),
         (dict(posttrain=dict(loss="simpo", kl=0.1)), "kl=0.1 has no effect"),
         (dict(posttrain=dict(loss="dpo", target_margin=0.1)), "target_margin=0.1 has no effect"),

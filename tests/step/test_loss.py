@@ -9,7 +9,7 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.step.loss import LossSpec, loss_sums, token_losses
+from jaxlc.step.loss import LossSpec, Teacher, loss_sums, token_losses
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, D, V, V_PADDED = 2, 24, 8, 13, 16
@@ -91,6 +91,75 @@ def test_loss_sums_on_tiles_equals_reference(axes, shape):
     _assert_parity(_spec(5, z_loss=0.01, **axes), shape)
 
 
+def _teacher(top_k: int) -> Teacher:
+    """The best tokens of other logits; one token has no teacher, and another a single candidate."""
+    log_probs = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(9), (B, T, V)))
+    log_probs_k, tokens_k = jax.lax.top_k(log_probs, top_k)
+    tokens_k = tokens_k.at[0, 1].set(-1).at[1, 2, 1:].set(-1)
+    return Teacher(tokens_k.astype(jnp.int32), log_probs_k)
+
+
+def _plain_distillation(x_BTD, scale_D, head_DV, weights_BT, teacher: Teacher):
+    """The whole distribution, with one bucket for what is not among the teacher's tokens."""
+    normed_BTD = x_BTD / jnp.sqrt((x_BTD**2).mean(axis=-1, keepdims=True) + EPSILON) * scale_D
+    student_BTV = jax.nn.log_softmax((normed_BTD @ head_DV)[..., :V])
+    is_top_BTV = (teacher.tokens[..., None] == jnp.arange(V)).any(-2)
+    own_BTk = jnp.take_along_axis(student_BTV, jnp.maximum(teacher.tokens, 0), axis=-1)
+    probs_BTk = jnp.where(teacher.tokens >= 0, jnp.exp(teacher.log_probs), 0)
+    losses_BT = (probs_BTk * (teacher.log_probs - own_BTk)).sum(-1)
+    others_BT = jnp.where(is_top_BTV, 0, jnp.exp(student_BTV)).sum(-1)
+    is_empty_BT = is_top_BTV.all(-1)
+    prob_BT = jnp.where(is_empty_BT, 1, 1 - probs_BTk.sum(-1))
+    ratio_BT = prob_BT / jnp.where(is_empty_BT, 1, others_BT)
+    losses_BT += prob_BT * jnp.log(ratio_BT)
+    return (weights_BT * losses_BT).sum(), losses_BT
+
+
+@pytest.mark.parametrize(
+    "axes, top_k, scale",
+    [
+        (dict(), 3, 6.0),
+        (dict(data=2, context=2, tensor=2), 3, 1.0),
+        pytest.param(dict(tensor=4), 3, 6.0, marks=pytest.mark.full),
+        pytest.param(dict(tensor=2), V, 1.0, marks=pytest.mark.full),
+        pytest.param(dict(context=3, tensor=2), 1, 3.0, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_distillation_equals_the_dense_divergence_in_float64(axes, top_k, scale):
+    """With `scale`, the student gives some buckets a probability of 1e-9; in tiles and chunks."""
+    x_BTD, scale_D, head_DV, targets_BT, weights_BT = _inputs()
+    teacher, head_DV = _teacher(top_k), scale * head_DV
+    with jax.enable_x64(True):
+        arguments = (x_BTD, scale_D, head_DV, weights_BT, teacher)
+        wide = jax.tree.map(lambda x: x if x.dtype == "int32" else x.astype(jnp.float64), arguments)
+        plain = jax.jit(jax.value_and_grad(_plain_distillation, (0, 1, 2), has_aux=True))
+        (total, losses_BT), expected = jax.tree.map(np.asarray, plain(*wide))
+    spec, tiles = _spec(5, **axes), (2, B, T // 2)
+    shaped = [jnp.moveaxis(x.reshape(B, 2, T // 2, -1), 1, 0) for x in (x_BTD, *teacher)]
+    x_BTD, teacher = shaped[0], Teacher(*shaped[1:])
+    targets_BT, weights_BT = (
+        jnp.moveaxis(x.reshape(B, 2, -1), 1, 0) for x in (targets_BT, weights_BT)
+    )
+
+    def ours(*inputs):
+        sums = loss_sums(*inputs, targets_BT, weights_BT, spec, teacher)
+        return sums.objective, sums.cross_entropy
+
+    run = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))
+    (objective, value), got = run(x_BTD, scale_D, head_DV)
+    assert objective == value
+    np.testing.assert_allclose(value, total, rtol=1e-6)
+    got = (jnp.moveaxis(got[0], 0, 1).reshape(expected[0].shape), *got[1:])
+    for mine, theirs in zip(got, expected):
+        assert max_relative_error(mine, theirs) <= FLOAT32_PARITY
+    inputs = x_BTD, scale_D, head_DV, targets_BT, spec, teacher
+    losses = jax.jit(token_losses, static_argnums=4)(*inputs)
+    assert losses.shape == tiles
+    atol = 1e-6 * np.abs(losses_BT).max()
+    np.testing.assert_allclose(jnp.moveaxis(losses, 0, 1).reshape(B, T), losses_BT, rtol=1e-5, atol=atol)  # fmt: skip
+
+
 def test_loss_sums_without_gradient_has_equal_value():
     spec, inputs = _spec(7), _inputs()
     value = loss_sums(*inputs, spec)
@@ -110,3 +179,9 @@ def test_loss_sums_never_materializes_all_logits():
     )
     lowered = jax.jit(gradients).lower(x, scale, head)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 512 * 4096 * 4 / 4
+    teacher = Teacher(jnp.zeros((1, 512, 2), jnp.int32), jnp.full((1, 512, 2), -1.0))
+    distilled = jax.jit(
+        jax.grad(lambda *x: loss_sums(*x, targets, weights, spec, teacher).objective, (0, 1, 2))
+    )
+    compiled = distilled.lower(x, scale, head).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 4096 * 4 / 4

@@ -61,6 +61,7 @@ def traces(loss: str) -> list[list[Trace]]:
                     where="test",
                     tokens=tokens,
                     in_loss=in_loss,
+                    teacher=teacher_of(tokens, in_loss),
                     prompt=prompt.tobytes(),
                     advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
                     log_probs={
@@ -71,6 +72,17 @@ def traces(loss: str) -> list[list[Trace]]:
             )
         groups.append(group)
     return groups
+
+
+def teacher_of(tokens: np.ndarray, in_loss: np.ndarray) -> dict[str, np.ndarray]:
+    """Two candidates for each token in the loss, a function of the tokens before it."""
+    candidates = np.full((len(tokens), 2), -1, np.int32)
+    log_probs = np.zeros((len(tokens), 2), np.float32)
+    for i in np.flatnonzero(in_loss).tolist():
+        rng = np.random.default_rng(tokens[:i].tolist())
+        candidates[i] = rng.choice(61, 2, replace=False)
+        log_probs[i] = np.log(rng.dirichlet([2, 1, 1])[:2])
+    return dict(teacher_tokens=candidates, teacher_log_probs=log_probs)
 
 
 CHOICES = np.arange(8, dtype=np.uint8)[None]  # of a layer with 8 experts
@@ -101,6 +113,7 @@ def branching(loss: str = "", num_groups=2) -> list[list[Trace]]:
                     tokens=tokens.astype(np.int32),
                     experts=np.array(experts),
                     in_loss=in_loss,
+                    teacher=teacher_of(tokens, in_loss),
                     prompt=b"",
                     advantage=advantage,
                     is_truncated=index == 2,
@@ -131,6 +144,8 @@ KINDS = {
         memory=dict(tile_tokens=12),
     ),
 }
+KINDS["teacher"] = dict(model=dict(num_layers=1), posttrain=dict(teacher_top_k=2))
+KINDS["teacher tiles"] = KINDS["teacher"] | dict(memory=dict(tile_tokens=12))
 KINDS |= {f"{kind} tiles": KINDS["tiles"] | KINDS[kind] for kind in ("sliding", "recurrent")}
 WITHOUT_TILES = {kind: kind.removesuffix("tiles").strip() for kind in KINDS if "tiles" in kind}
 LIMITS = dict(token=(0.5, 1.5), sequence=(0.1, 10.0), geometric=(0.8, 1.2))
@@ -221,6 +236,8 @@ def magnitude(config, loss):
                 ("grpo", "recurrent", dict(context=4), {}),
                 ("grpo", "latent", dict(context=2, tensor=2), {}),
                 ("", "", dict(context=4, tensor=2), {}),
+                ("", "teacher", dict(context=4, tensor=2), {}),
+                ("", "teacher tiles", dict(context=2), {}),
                 ("dapo", "lora", dict(context=4), dict(strategy="all_gather")),
                 ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
                 ("", "tiles", dict(context=2), dict(strategy="ulysses")),
@@ -262,6 +279,7 @@ def branching_rows(loss: str, kinds: str):
     "loss, kinds, mesh",
     [
         ("dapo", "replay", dict(context=4)),
+        ("", "teacher", dict(context=2)),
         pytest.param("", "", dict(context=2, tensor=2), marks=pytest.mark.full),
         pytest.param("dapo", "", dict(context=1), marks=pytest.mark.full),
         pytest.param("dapo", "", dict(context=4), marks=pytest.mark.full),
@@ -445,6 +463,29 @@ def test_preference_loss_equals_its_formula(loss):
         terms = sigmoid(0.4 * (kl - ratios[0])), 0.7 * sigmoid(0.4 * (ratios[1] - kl))
         expected = np.mean(terms)
     np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_reverse_kl_has_the_gradient_of_the_divergence_in_expectation():
+    """In float64: each next token is sampled with its probability."""
+    rng, settings = np.random.default_rng(0), PosttrainConfig(loss="reverse_kl")
+    with jax.enable_x64(True):
+        logits, teacher = (jnp.asarray(x) for x in rng.normal(size=(2, 5)))
+        teacher, probs = jax.nn.log_softmax(teacher), jax.nn.softmax(logits)[:, None]
+        arrays = dict(advantages=probs, answer_weights=probs, reference_log_probs=teacher[:, None])
+        ids = jnp.ones((5, 1), jnp.int32)
+        batch = Batch(None, None, probs, None, ids, **arrays)
+
+        def loss(logits):
+            sums = policy_sums(jax.nn.log_softmax(logits)[:, None], batch, settings)
+            return sums.loss, means(sums, batch, settings)
+
+        def divergence(logits):
+            return (jax.nn.softmax(logits) * (jax.nn.log_softmax(logits) - teacher)).sum()
+
+        got, metrics = jax.grad(loss, has_aux=True)(logits)
+        expected, gradient = jax.value_and_grad(divergence)(logits)
+    np.testing.assert_allclose(got, gradient, rtol=1e-12)
+    np.testing.assert_allclose(metrics.kl, expected, rtol=1e-12)
 
 
 def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):

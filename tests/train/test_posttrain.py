@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -28,8 +29,9 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.policy_rollouts import PolicyRollouts
 from jaxlc.posttrain.rewards import Answer, rewards_of
-from jaxlc.posttrain.traces import open_prompts
+from jaxlc.posttrain.traces import open_prompts, open_traces
 from scripts import kill_drill
+from tests.step.synthetic import make_batch
 from tests.train.runs import (
     finish,
     rows,
@@ -121,6 +123,29 @@ def test_log_probs_equal_those_of_the_model(scored):
         record["old_log_probs"][:-1], -losses[-len(record["completion"]) :], rtol=1e-5
     )
     assert all(0 < entropy <= np.log(257) for entropy in record["entropies"])
+
+
+def test_teacher_candidates_are_those_of_the_model(scored, tmp_path):
+    """A student that equals its teacher has the loss 0, in base64 arrays of JSON."""
+    run, out = scored.parent / "run", tmp_path / "teacher.jsonl"
+    command = ["jaxlc logprobs", str(run), str(scored.parent / "traces.jsonl"), str(out)]
+    assert logprobs.main([*command, "--top_k=5"]) == 0
+    trained = jaxlc.load(run)
+    posttrain, data = (
+        replace(trained.config.posttrain, teacher_top_k=5),
+        replace(trained.config.data, traces=(str(out),), sources=(), eval_fraction=0.0),
+    )
+    config = replace(trained.config, posttrain=posttrain, data=data)
+    traces = open_traces(config, trained.tokenizer)
+    trace = traces.train.traces[0]
+    logits = trained.model.logits(trace.tokens)[:-1]
+    best = np.argsort(-logits, axis=1)[:, :5]
+    expected = np.where(trace.in_loss[1:, None], best, -1)
+    np.testing.assert_array_equal(trace.teacher["teacher_tokens"][1:], expected)
+    step = replace(trained.train_step, config=config)
+    batch = jax.tree.map(lambda x: x[0], make_batch(step, [traces.train[0]]))
+    losses = jax.jit(step.objective.token_losses)(trained.params, batch)
+    assert np.abs(np.asarray(losses)).max() < 1e-5
 
 
 @pytest.mark.full

@@ -264,16 +264,27 @@ def _loss_problems(config: Config) -> Iterator[str]:
         reason = (
             "without config.posttrain.loss; set it, such as --config.posttrain.loss=grpo or dpo"
         )
-        yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
+        used = ("teacher_top_k", "temperature") if posttrain.teacher_top_k else ()
+        unused = [name for name in vars(posttrain) if name not in used]
+        yield from _without_effect("posttrain", posttrain, unused, reason)
         return
+    if posttrain.teacher_top_k:
+        yield (
+            f"config.posttrain.teacher_top_k={posttrain.teacher_top_k} with config.posttrain.loss={posttrain.loss!r}: a"
+            " top-k KL divergence as an advantage has no gradient in expectation, since it does not depend on the"
+            " sampled token; use --config.posttrain.loss= to differentiate it, or --config.posttrain.loss=reverse_kl"
+            " with --config.posttrain.teacher_top_k=0"
+        )
     setting = f"config.posttrain.loss={posttrain.loss!r}"
     unused = _OF_PREFERENCES
     if not posttrain.is_policy:
         unused = (*_OF_POLICY_LOSSES, *(_OF_PAIRS if posttrain.is_labeled else _OF_LABELED))
     if posttrain.loss == "dpo":
         unused = (*unused, "target_margin")
-    if posttrain.loss in ("grpo", "dapo"):
+    if posttrain.loss in ("grpo", "dapo", "reverse_kl"):
         unused = (*unused, "max_answer_tokens")
+    if posttrain.loss == "reverse_kl":  # advantages are of tokens
+        unused = (*unused, "kl", "ratio", "off_policy_mask_threshold", "scale_advantages")
     if posttrain.loss == "cispo":
         unused = (*unused, "max_answer_tokens", "clip_low", "delta")
     yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")

@@ -39,6 +39,10 @@ class Batch(NamedTuple):
     # of each token, uint8, or uint16 from 256 experts on. The largest value: there is no record,
     # and the router chooses.
     experts: jax.Array | None = None
+    # [.., posttrain.teacher_top_k] of tokens, also with loss_tokens: the teacher's most probable next
+    # tokens, int32, -1: none; and their log-probabilities, float32
+    teacher_tokens: jax.Array | None = None
+    teacher_log_probs: jax.Array | None = None
     # The next two: with more than one level of prefixes, loss_weights, answer_weights, advantages and
     # log-probabilities are [.., levels]. Their entries are not those of tokens, but rows of the loss in
     # any order, one for each answer and token of it in the loss. int32: the place of the token in the
@@ -89,14 +93,19 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
         dtypes |= dict.fromkeys(("loss_tokens", "loss_segments"), np.dtype(("i4", rows)))
     if posttrain.replay_routing:
         dtypes["experts"] = experts_dtype(config.model)
+    if top_k := posttrain.teacher_top_k:
+        dtypes["teacher_tokens"] = np.dtype(("i4", (top_k,)))
+        dtypes["teacher_log_probs"] = np.dtype(("f4", (top_k,)))
     return ALWAYS | dtypes
 
 
 def padding(num_tokens: int, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """The arrays of a sequence without text: zeros, and no recorded experts."""
+    """The arrays of a sequence without text: zeros, no recorded experts and no teacher."""
     arrays = {name: np.zeros(num_tokens, dtype) for name, dtype in dtypes.items()}
     if "experts" in arrays:
         arrays["experts"][:] = np.iinfo(arrays["experts"].dtype).max
+    if "teacher_tokens" in arrays:
+        arrays["teacher_tokens"][:] = -1
     return arrays
 
 

@@ -22,6 +22,8 @@ _TRACE_BATCHES_REQUIRED = (
     "sampled_log_probs",
     "reference_log_probs",
     "experts",
+    "teacher_tokens",
+    "teacher_log_probs",
 )
 
 
@@ -34,8 +36,9 @@ def complete_traces(
     of all prefixes before it, [B, S, levels]; see `Batch`. "answer_weights" is 1 / number of weighted targets of the
     document (default: from the loss weights). "advantages", "old_log_probs", "sampled_log_probs" and
     "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
-    each layer with experts; see `Batch`. With "loss_tokens" and "loss_segments", these and the other arrays of the loss
-    are rows, [B, S, levels]; without them, the rows of the loss are the tokens.
+    each layer with experts, "teacher_tokens" and "teacher_log_probs" the teacher's next tokens; see `Batch`. With
+    "loss_tokens" and "loss_segments", the arrays of the loss are rows, [B, S, levels]; without them, the rows of the
+    loss are the tokens.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
@@ -311,6 +314,8 @@ def complete_batch(
         experts = arrays["experts"]
         is_missing = experts == np.iinfo(experts.dtype).max
         check_range("expert", np.where(is_missing, 0, experts), num_experts, where)
+    if "teacher_tokens" in arrays:
+        check_range("teacher token", arrays["teacher_tokens"] + 1, vocab_size + 1, where)
     arrays["positions"] = _positions(arrays, is_first, where, absolute=absolute_positions)
     return {name: arrays[name].astype(dtype.base) for name, dtype in dtypes.items()}
 
@@ -336,7 +341,7 @@ def _arrays(
     for name, array in arrays.items():
         dtype = dtypes[name]
         # the caller names the last prefix only; without rows, arrays of the loss are those of tokens
-        of_token = name == "prefix_ids" or not (has_rows or name == "experts")
+        of_token = name == "prefix_ids" or not (has_rows or name.startswith(("experts", "teacher")))
         expected = num_sequences, shape[1], *(() if of_token else dtype.shape)
         # an unsigned one has a value for no record
         kind = dict(i=np.integer, f=np.number).get(dtype.base.kind, dtype.base)
