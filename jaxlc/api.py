@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from jaxlc.checkpoints import export as to_huggingface
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
 from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.config.checks.stage_checks import eval_settings
+from jaxlc.config.models import hub
 from jaxlc.config.ranges import range_problems
 from jaxlc.core.errors import UserError, checked, raise_first
 from jaxlc.core.files import local_path
@@ -219,6 +221,8 @@ def export(
     max_shard_gb: float = 5.0,
     adapters: bool = False,
     text_only: bool = False,
+    push_to_hub: str = "",
+    public: bool = False,
 ) -> Path:
     """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
 
@@ -237,14 +241,21 @@ def export(
       text_only: write the language model alone, or adapters with its names. Otherwise, the tensors that were not
         trained, those of images and of multi-token prediction, are copied from the model that the run started from,
         with its config.json, processor and names, so that it opens as the same class of `transformers`.
+      push_to_hub: ORGANIZATION/NAME of a model of the Hugging Face hub. Whether you may write to it is checked before
+        the export. Its content is replaced by that of `out`, with a model card, in one commit. Empty: none.
+      public: a new model of the hub is public, instead of private.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written, or a tensor
         that was not trained is missing in the model that the run started from, or has changed.
       jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
     """
+    if public and not push_to_hub:
+        raise UserError("public has no effect without push_to_hub: set it to ORGANIZATION/NAME")
+    if push_to_hub:
+        hub.prepare_push(push_to_hub, public=public)
     start_runtime(RuntimeConfig(num_processes=1))
-
-    return to_huggingface.export(
+    step = existing_step(local_path(workdir) / CHECKPOINTS_DIRECTORY, step)
+    target = to_huggingface.export(
         workdir,
         out,
         step=step,
@@ -254,3 +265,7 @@ def export(
         text_only=text_only,
         load_params=lambda step: load(workdir, step=step, mesh={}).params,
     )
+    if push_to_hub:
+        to_huggingface.write_model_card(target, local_path(workdir), step, push_to_hub)
+        hub.push(target, push_to_hub, f"Upload step {step} of a run of jaxlc")
+    return target

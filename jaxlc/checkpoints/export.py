@@ -25,9 +25,11 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
+from jaxlc.checkpoints.stored_checkpoints import read_evaluations
 from jaxlc.config import Config, from_dict
 from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
+from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.pretrained import (
     CONFIG_FILE,
     COPY_DIRECTORY,
@@ -44,8 +46,9 @@ from jaxlc.config.models.pretrained import (
     read_json,
     with_language_model,
 )
+from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import local_path, write_errors_explained
+from jaxlc.core.files import ADAPTER_FILE, local_path, write_errors_explained
 from jaxlc.core.text import print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
@@ -282,6 +285,31 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error
     return target
+
+
+def write_model_card(target: Path, workdir: Path, step: int, title: str) -> None:
+    """Writes README.md of an export: its settings, data and scores.
+
+    Args:
+      target: the export.
+      step: of the checkpoint in `workdir` that was exported.
+    """
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    config = from_dict(read_meta(directory, step)["config"])
+    data, base = config.data, config.model.init_from
+    library = "peft" if (target / ADAPTER_FILE).is_file() else "transformers"
+    header = [f"library_name: {library}", "tags: [jaxlc]"]
+    header += [f"base_model: {base}"] if base and is_model_id(base) else []
+    sources = [f"{x.name}, a share of {x.share:g}: {', '.join(x.paths)}" for x in data.mixture]
+    sources = sources or [*data.traces, *config.rollouts.prompts] or [*data.sources]
+    evaluation = flattened(read_evaluations(directory).get(step, {}))
+    scores = [f"| {name} | {value:.4g} |" for name, value in evaluation.items()]
+    lines = ["---", *header, "---", "", f"# {title}", ""]
+    lines += [f"Step {step} of a run of jaxlc.", "", "## Data", "", *(f"- {x}" for x in sources)]
+    lines += ["", "## Scores", ""]
+    lines += ["| held out | |", "| --- | --- |", *scores] if scores else ["It was not evaluated."]
+    lines += ["", "## Settings", "", "```text", repr(config), "```"]
+    (target / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _record_of(source: Pretrained, workdir: Path, num_tokens: int) -> dict[str, Any] | None:

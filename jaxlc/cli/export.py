@@ -1,4 +1,5 @@
 """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
+       [--push_to_hub=ORGANIZATION/NAME]
 
 Writes the weights of a run as a Hugging Face directory, which transformers and other programs open.
 Of a model with images, or with layers of multi-token prediction, it copies the parts that were not
@@ -32,6 +33,9 @@ class Flags(VerbFlags):
     adapters: bool = False
     # write the language model alone, without the parts that were not trained
     text_only: bool = False
+    # upload the export to this model of the Hugging Face hub, with a model card
+    push_to_hub: str = ""
+    public: bool = False  # push_to_hub: a new model is public, instead of private
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,6 +56,8 @@ def _export(command: ParsedCommand[Flags]) -> int:
     with progress_lines("exporting"):
         target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
+    if command.flags.push_to_hub:
+        print(f"uploaded to {command.flags.push_to_hub}")
     if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
         print(
             "model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)"

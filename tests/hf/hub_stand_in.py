@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -26,9 +26,12 @@ class Repo:
     is_private: bool = False
     is_gated: bool = False  # known to all, and its files need a token
 
-    def commit(self, files: dict[str, bytes], message: str = "") -> str:
-        """Adds files, and returns the hash of the commit."""
-        files = self.commits.get(self.main, {}) | files
+    def commit(
+        self, files: dict[str, bytes], message: str = "", deleted: Set[str] = frozenset()
+    ) -> str:
+        """Deletes and adds files, and returns the hash of the commit."""
+        before = self.commits.get(self.main, {})
+        files = {path: before[path] for path in before if path not in deleted} | files
         self.main = hashlib.sha1(f"{len(self.commits)}{sorted(files)}".encode()).hexdigest()
         self.commits[self.main] = files
         self.messages.append(message)
@@ -74,6 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._path()
         if path == "/api/whoami-v2":
             return self._whoami()
+        if match := re.fullmatch(r"/api/models/([^/]+)/[^/]+/auth-check/write", path):
+            may_write = self._has_token and match[1] in self.hub.writers
+            return self._json({}) if may_write else self._error(403, "")
         if match := re.fullmatch(
             r"/api/(\w+/[^/]+/[^/]+)(?:/(revision|tree|refs)(?:/(.+))?)?", path
         ):
@@ -84,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         path, body = self._path(), self.rfile.read(int(self.headers["Content-Length"] or 0))
         if not self._has_token and "paths-info" not in path:
             return self._error(401, "")
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if match := re.fullmatch(
@@ -208,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.url}/{owner}/{asked['name']}"
         if name in self.hub.repos:
             return self._json({"url": url}, 409)
-        repo = self.hub.repos[name] = Repo(is_private=asked.get("private", False))
+        repo = self.hub.repos[name] = Repo(is_private=asked.get("visibility") == "private")
         repo.commit({".gitattributes": b""}, "initial commit")
         return self._json({"url": url})
 
@@ -229,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, repo: Repo, revision: str, body: bytes) -> None:
         lines = [json.loads(line) for line in body.splitlines()]
-        message, files, kept = "", {}, repo.commits[repo.main]
+        message, files, deleted = "", {}, set[str]()
         for line in lines:
             value = line["value"]
             if line["key"] == "header":
@@ -239,9 +247,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
-                kept.pop(value["path"], None)
-        commit = repo.commit(files, message)
-        url = f"{self.hub.url}/commit/{commit}"
+                deleted.add(value["path"])
+        commit = repo.commit(files, message, deleted)
+        repo_id = "/".join(self.path.split("/")[3:5])
+        url = f"{self.hub.url}/{repo_id}/commit/{commit}"
         self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
 

@@ -79,6 +79,49 @@ def _reason(error: Exception, kind: str) -> str:
     return "the hub cannot be reached, and its cache has no copy: try again with a connection"
 
 
+def prepare_push(repo_id: str, *, public: bool) -> None:
+    """Checks that the user may write to the repository of a model; creates it if it does not exist.
+
+    Args:
+      public: a new one is public, instead of private; one that exists stays as it is.
+    Raises:
+      UserError: the package is missing, the hub cannot be reached, or the user may not write.
+    """
+    if _MODEL_ID.fullmatch(repo_id) is None:
+        raise UserError(f"invalid push_to_hub={repo_id!r}: expected ORGANIZATION/NAME")
+    errors.require("huggingface_hub", "push_to_hub")
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repo_id, private=not public, exist_ok=True)
+        api.auth_check(repo_id, write=True)
+    except Exception as error:  # as in `_download`
+        raise UserError(
+            f"cannot write to {repo_id} of the hub: {_reason(error, 'model')}; use a token that may write to it"
+        ) from error
+
+
+def push(directory: Path, repo_id: str, message: str) -> str:
+    """Makes the files of a directory the content of a repository, in one commit; returns its URL.
+
+    Raises:
+      UserError: the upload failed, and the repository is as before.
+    """
+    import huggingface_hub
+
+    try:
+        commit = huggingface_hub.HfApi().upload_folder(
+            repo_id=repo_id, folder_path=directory, commit_message=message, delete_patterns="*"
+        )
+    except Exception as error:  # as in `_download`
+        raise UserError(
+            f"{directory} is written, and its upload to {repo_id} failed: {_reason(error, 'model')}; upload it with"
+            f" `hf upload {repo_id} {directory}`"
+        ) from error
+    return commit.commit_url
+
+
 class Dataset(NamedTuple):
     """Files of a data set of the hub, as hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT."""
 
