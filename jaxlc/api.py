@@ -103,6 +103,9 @@ def generate(
     max_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     stop: str | Sequence[str] = (),
     seed: int = 0,
     step: int | None = None,
@@ -124,6 +127,9 @@ def generate(
       max_tokens: largest number of new tokens of each prompt.
       temperature: logits are divided by it. 0: the token with the largest logit.
       top_p: sample from the smallest set of tokens with at least this probability.
+      top_k: sample from this many likeliest tokens. 0: from all.
+      min_p: sample from tokens with at least this fraction of the largest probability.
+      repetition_penalty: positive logits of tokens that occurred are divided by it, negative ones multiplied.
       stop: strings that end a continuation, besides the end-of-document token of the tokenizer and the tokens that
         the generation_config.json of a pretrained model names, or its config.json.
       seed: of random sampling. A prompt's tokens do not depend on the other prompts or on the mesh.
@@ -139,7 +145,14 @@ def generate(
       jaxlc.core.errors.Unsupported: a custom model.
     """
     # raises before the model is loaded
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     result = _loaded(source, step, mesh)
 
     generations = generate_text(

@@ -25,6 +25,7 @@ VERBS = {  # and their lines in `jaxlc --help`
     "data": "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)",
     "profile": "compare a trace of training steps with the plan's estimate",
     "generate": "continue a prompt with the model of a run or of a Hugging Face directory",
+    "chat": "chat with the model of a run or of a Hugging Face directory, in a terminal",
     "eval": "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss",
     "logprobs": "add the log-probabilities of a model to traces, for post-training",
     "checkpoint": "list, verify and delete the checkpoints of a run",
@@ -67,7 +68,7 @@ def help_text() -> str:
             "",
             *(f"  {name:<10} {summary}" for name, summary in VERBS.items()),
             "",
-            "checkpoint, eval, export, generate and profile take the directory of a run instead of --config.",
+            "chat, checkpoint, eval, export, generate and profile take the directory of a run instead of --config.",
             "`jaxlc VERB --help` lists the arguments of a verb, and the sections of the settings if it takes --config.",
             f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
         ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags, VerbFlags
-from jaxlc.config.ranges import Above0, From1
+from jaxlc.config.ranges import Above0, Above0UpTo1, From1
 from jaxlc.config.settings import hint_at
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
@@ -28,6 +28,27 @@ class ModelFlags(VerbFlags):
     # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
     mesh: str | None = None
     simulated_devices: int = 0  # number of CPU devices to simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags(ModelFlags):
+    """The flags of the verbs that sample a text."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_p: Above0UpTo1[float] = 1.0  # sample from the likeliest tokens of this probability
+    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
+    # sample from tokens with at least this fraction of the largest probability; 0: from all
+    min_p: float = 0.0
+    # positive logits of tokens that occurred are divided by it, negative ones multiplied; 1: none
+    repetition_penalty: Above0[float] = 1.0
+    seed: int = 0  # random seed of sampling
+    step: int | None = None  # checkpoint to use; default: the latest
+
+
+def sampling_settings(flags: SamplingFlags) -> dict[str, Any]:
+    """The arguments of `Sampling`."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    return {name: vars(flags)[name] for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,27 +10,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jaxlc
-from jaxlc.cli.flags import ModelFlags, mesh_sizes
+from jaxlc.cli.flags import SamplingFlags, mesh_sizes, sampling_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.config.ranges import Above0UpTo1, From1
+from jaxlc.config.ranges import From1
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(ModelFlags):
+class Flags(SamplingFlags):
     positional: ClassVar[tuple[str, ...]] = ("source",)
 
     source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue
     prompt_file: str = ""  # file with the text to continue; -: standard input
     max_tokens: From1[int] = 256  # largest number of new tokens
-    temperature: float = 0.0  # 0: greedy
-    top_p: Above0UpTo1[float] = 1.0  # sample from the likeliest tokens of this probability
     stop: list[str] | None = None  # string that ends the text; may be repeated
     chat: bool = False  # the prompt is a message of a user in the chat template of the model
-    seed: int = 0  # random seed of sampling
-    step: int | None = None  # checkpoint to use; default: the latest
     chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
 
 
@@ -52,10 +48,8 @@ def _generate(command: ParsedCommand[Flags]) -> int:
         flags.source,
         text,
         max_tokens=flags.max_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
+        **sampling_settings(flags),
         stop=flags.stop or [],
-        seed=flags.seed,
         step=flags.step,
         mesh=mesh_sizes(flags.mesh),
         chunk_tokens=flags.chunk_tokens,

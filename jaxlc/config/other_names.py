@@ -237,10 +237,12 @@ unsupported: a batch of rollouts has one update <- ppo_epochs num_ppo_epochs rol
 unsupported: rewards have no value model; use config.posttrain.loss=grpo <- value_model vf_coef gamma lam critic
     value_model_path critic_model
 detected: JAX uses the GPUs of the machine, and without one the CPU <- device device_type use_cpu hardware accelerator
-unsupported: sampling has temperature and top_p only <- top_k min_p repetition_penalty num_beams do_sample
+unsupported in rollouts, whose importance weights need the probabilities of the policy; jaxlc generate and jaxlc chat
+    have it <- top_k min_p repetition_penalty
+unsupported: sampling has temperature, top_p, top_k, min_p and repetition_penalty <- num_beams do_sample
     num_return_sequences best_of num_samples
 use jaxlc train <- sft dpo grpo finetune fine_tune pretrain fit kto_train resume_training
-use jaxlc generate <- chat infer inference sample
+use jaxlc generate <- infer inference sample
 use jaxlc eval <- evaluate lm_eval benchmark
 use jaxlc data show <- preprocess tokenize prepare inspect
 use jaxlc export, whose directory other programs serve <- serve vllm merge merge_lora convert deploy upload

@@ -27,7 +27,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
+from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens, penalized
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import (
@@ -396,14 +396,12 @@ class Generator:
                 raise UserError(f"invalid value {value} for {name}: expected {smallest} or more")
         if not prompts:
             return []
-        batch = _Batch(self, prompts, max_tokens, chunk_tokens)
+        batch = Batch(self, prompts, max_tokens, chunk_tokens)
         indices_P = np.array(range(len(prompts)) if indices is None else indices, np.int32)
         is_shown = shows_progress and jax.process_index() == 0
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.prefill(progress))
-        outputs = [
-            _Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts
-        ]
+        outputs = [Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts]
         while True:
             tokens_B, log_probs_B = batch.choose(logits_BV, sampling, indices_P)
             for index, output in enumerate(outputs):
@@ -444,7 +442,7 @@ class Generator:
         )
 
 
-class _Batch:
+class Batch:
     """The state of one call: the cache, and how many tokens each sequence has. Sequences are added
     so that the batch splits over the mesh; they repeat the last prompt's first token."""
 
@@ -455,11 +453,12 @@ class _Batch:
         num_padding = cached_step.padded_batch_size(len(prompts)) - len(prompts)
         self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
         longest = max(map(len, prompts))
-        layout = layout_for(longest + max_tokens, generator.mesh)
+        self._layout = layout = layout_for(longest + max_tokens, generator.mesh)
         self._chunk_tokens = cached_step.prefill_tokens(longest, chunk_tokens)
         self._step, self._tables = generator.step(layout), generator.tables(layout, self._prompts)
         self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
         self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
+        self._seen_BV = np.zeros((len(self._prompts), generator.config.model.vocab_size), bool)
         self._recorded: list[tuple[Any, np.ndarray]] = []  # experts, and new tokens, of each call
 
     def prefill(self, progress: Update = no_progress) -> jax.Array:
@@ -484,6 +483,46 @@ class _Batch:
             )
         return logits_BV
 
+    def extend(self, ids: np.ndarray) -> jax.Array:
+        """Appends the same tokens to each sequence; returns the logits of the next one."""
+        self._recorded.clear()
+        size, num_sequences = self._chunk_tokens, len(self._prompts)
+        for first in range(0, len(ids), size):
+            chunk = ids[first : first + size]
+            new_B = np.full(num_sequences, len(chunk), np.int32)
+            logits_BV = self._run([chunk] * num_sequences, new_B)
+        return logits_BV
+
+    def rewind(self, ids: np.ndarray) -> None:
+        """Keeps the first tokens of each sequence, `ids`. Keys and values after them are not read."""
+        self._num_tokens_B[:] = len(ids)
+        self._seen_BV[:] = False
+        self._seen_BV[:, ids] = True
+
+    def states_of_cache(self) -> list[bool]:
+        """Which arrays of the cache are states, which change with each token: their size does not
+        depend on the number of tokens.
+        """
+        layout, cached_step = self._layout, self._generator.cached_step
+        longer = layout_for(2 * layout.max_tokens, self._generator.mesh)
+        shapes = (
+            [x.shape for x in jax.tree.leaves(cached_step.abstract_cache(each, 1))]
+            for each in (layout, longer)
+        )
+        return [short == long for short, long in zip(*shapes, strict=True)]
+
+    def copied(self, is_state: Sequence[bool]) -> list[jax.Array]:
+        """Copies of the states; a step updates those of the cache in place."""
+        leaves = zip(jax.tree.leaves(self._cache), is_state, strict=True)
+        return [jnp.copy(leaf) for leaf, is_copied in leaves if is_copied]
+
+    def restore(self, is_state: Sequence[bool], states: Sequence[jax.Array]) -> None:
+        """Sets the states of the cache to copies of `states`."""
+        leaves, structure = jax.tree.flatten(self._cache)
+        rest = iter(states)
+        leaves = [jnp.copy(next(rest)) if x else leaf for leaf, x in zip(leaves, is_state)]
+        self._cache = jax.tree.unflatten(structure, leaves)
+
     def decode(self, tokens_B: np.ndarray) -> jax.Array:
         """Appends one token to each sequence; returns the logits of the next one, float32 [B, V]."""
         return self._run(
@@ -495,6 +534,9 @@ class _Batch:
     def choose(
         self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        if sampling.repetition_penalty != 1:
+            penalty = np.float32(sampling.repetition_penalty)
+            logits_BV = penalized(logits_BV, self._seen_BV, penalty)
         padded_B = np.pad(indices_P, (0, len(self._prompts) - len(indices_P)))
         indices_B = np.stack([padded_B, self._num_tokens_B])
         return jax.device_get(
@@ -506,6 +548,7 @@ class _Batch:
                 np.float32(sampling.top_p),
                 greedy=sampling.is_greedy,
                 scales_log_probs=sampling.scales_log_probs,
+                limits=(sampling.top_k, sampling.min_p),
             )
         )
 
@@ -522,6 +565,8 @@ class _Batch:
         # the devices compute this call while the result of the one before is copied
         self._recorded[-1:] = jax.device_get(self._recorded[-1:])
         self._recorded.append((experts_BCLk, new_B))
+        for seen_V, chunk in zip(self._seen_BV, chunks):
+            seen_V[chunk] = True
         self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
         return logits_BV
 
@@ -537,7 +582,7 @@ class _Batch:
         )
 
 
-class _Output:
+class Output:
     """The new tokens of one prompt."""
 
     def __init__(

@@ -130,6 +130,13 @@ class Sampling:
     temperature: float = 0.0
     # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
     top_p: float = 1.0
+    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
+    # sample from tokens with at least this fraction of the largest probability (Nguyen et al. 2024,
+    # arXiv:2407.01082); 0: from all
+    min_p: float = 0.0
+    # positive logits of tokens of the prompt and the text are divided by it, negative ones multiplied (Keskar et al.
+    # 2019, arXiv:1909.05858); log-probabilities are of these logits. 1: none
+    repetition_penalty: float = 1.0
     seed: int = 0
     # Log-probabilities are of the logits divided by the temperature; False: of the logits.
     scales_log_probs: bool = False
@@ -148,16 +155,34 @@ class Sampling:
             raise UserError(
                 f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1"
             )
-        if self.top_p < 1 and self.is_greedy:
+        if self.top_k < 0:
             raise UserError(
-                f"top_p={self.top_p} has no effect with temperature={self.temperature}, which is greedy; set a"
-                " temperature, such as 0.7"
+                f"invalid value {self.top_k} for top_k: expected 0 (all tokens) or more"
             )
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"invalid value {self.min_p} for min_p: expected 0 to 1")
+        if not self.repetition_penalty > 0:
+            raise UserError(
+                f"invalid value {self.repetition_penalty} for repetition_penalty: expected more than 0"
+            )
+        for name, default in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            if vars(self)[name] != default and self.is_greedy:
+                raise UserError(
+                    f"{name}={vars(self)[name]} has no effect with temperature={self.temperature}, which is greedy;"
+                    " set a temperature, such as 0.7"
+                )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"invalid value {self.seed} for seed: expected 0 to 2^32 - 1")
 
 
-@partial(jax.jit, static_argnames=("greedy", "scales_log_probs"))
+@jax.jit
+def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Logits with `Sampling.repetition_penalty`; `seen_BV`: whether a token occurred."""
+    less_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return jnp.where(seen_BV, less_BV, logits_BV)
+
+
+@partial(jax.jit, static_argnames=("greedy", "scales_log_probs", "limits"))
 def choose_tokens(
     logits_BV: jax.Array,
     seed: jax.Array,
@@ -166,6 +191,7 @@ def choose_tokens(
     top_p: jax.Array,
     greedy: bool,
     scales_log_probs: bool = False,
+    limits: tuple[int, float] = (0, 0.0),
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
 
@@ -175,12 +201,14 @@ def choose_tokens(
     Args:
       logits_BV: float32.
       indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
+      limits: top_k and min_p of `Sampling`.
     """
     log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
     if greedy:
         tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     else:
-        tokens_B = jax.vmap(partial(_sample, jax.random.key(seed)), in_axes=(0, 0, 0, None, None))(
+        sample = partial(_sample, jax.random.key(seed), limits=limits)
+        tokens_B = jax.vmap(sample, in_axes=(0, 0, 0, None, None))(
             logits_BV, *indices_B, temperature, top_p
         )
     return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=1)[:, 0]
@@ -193,11 +221,19 @@ def _sample(
     position: jax.Array,
     temperature,
     top_p,
+    *,
+    limits: tuple[int, float],
 ):
     key = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
     probs_V = jax.nn.softmax(logits_V / temperature)
     order_V = jnp.argsort(-probs_V)
     sorted_V = probs_V[order_V]
+    top_k, min_p = limits
+    if top_k:
+        sorted_V = jnp.where(jnp.arange(len(sorted_V)) < top_k, sorted_V, 0.0)
+        sorted_V /= sorted_V.sum()
+    if min_p:
+        sorted_V = jnp.where(sorted_V >= min_p * sorted_V[0], sorted_V, 0.0)
     before_V = jnp.cumsum(sorted_V) - sorted_V  # probability of the more likely tokens
     sorted_V = jnp.where(before_V < top_p, sorted_V, 0.0)
     return order_V[jax.random.categorical(key, jnp.log(sorted_V))].astype(jnp.int32)

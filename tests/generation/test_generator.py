@@ -12,7 +12,7 @@ from jaxlc.attention.kernels.choose import KERNELS, KernelSelection
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.generation.generator import Generator, _Batch, _Output
+from jaxlc.generation.generator import Batch, Generator, Output
 from jaxlc.generation.sampling import Sampling
 from jaxlc.models import cached_attention
 from jaxlc.models.cached_attention import attend_one
@@ -112,7 +112,7 @@ def _assert_equals_forward_pass(config, model, one_device):
     generator, sequences = generator_of(step, put_params(step, params)), prompts_of()
     num_decoded = [min(NUM_DECODED, len(tokens) - 1) for tokens in sequences]
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(sequences, num_decoded)]
-    batch = _Batch(generator, prompts, max_tokens=NUM_DECODED, chunk_tokens=64)
+    batch = Batch(generator, prompts, max_tokens=NUM_DECODED, chunk_tokens=64)
     progress = []
     logits = [np.asarray(batch.prefill(lambda *done: progress.append(done)))]
     longest = max(map(len, prompts))
@@ -244,7 +244,7 @@ def test_decoding_copies_no_layer_of_the_cache(one_device):
 
 def test_stop_string_that_only_the_end_completes_is_the_reason():
     """The last token is the first byte of a character, which the end of the text replaces."""
-    output = _Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, prompt=np.array([97]))
+    output = Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, prompt=np.array([97]))
     for number in b"ab\xc3":
         output.add(number, 0.0)
     assert output.finish_reason == "stop" and output.result().text == "a"

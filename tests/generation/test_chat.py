@@ -1,0 +1,103 @@
+"""Chats: turns that compute their new tokens only, and limits of sampling."""
+
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlc.cli import chat
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
+from jaxlc.generation.chat import ChatSession, Conversation
+from jaxlc.generation.generator import Generator
+from jaxlc.generation.sampling import Sampling, choose_tokens, penalized
+from tests.step.synthetic import HYBRID, small_config, small_step
+from tests.train import runs
+
+OPTIONS = dict(max_tokens=5, sampling=Sampling())
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param({}, marks=pytest.mark.full), HYBRID], ids=["attention", "hybrid"]
+)
+def test_second_turn_prefills_new_tokens_and_compiles_nothing(model):
+    config = small_config(model=model, mesh=dict(context=2))
+    step = small_step(config)
+    generator = Generator(step, step.init().params, ByteTokenizer())
+    conversation = Conversation(generator, 128, 16)
+    ids = np.arange(2, 22, dtype=np.int32)
+
+    def fresh(prompt):
+        return generator([prompt], max_tokens=5, sampling=Sampling())[0].tokens.tolist()
+
+    first = conversation.answer(ids, **OPTIONS)
+    assert first.tokens.tolist() == fresh(ids) and conversation.num_prefilled == 20
+    more = np.concatenate([ids, first.tokens, np.arange(30, 39, dtype=np.int32)])
+    expected = fresh(more)
+    compiled = []
+
+    def count(name, seconds, **_):
+        compiled.append(name) if "backend_compile" in name else None
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    second = conversation.answer(more, **OPTIONS)
+    assert compiled == []
+    # the last token of an answer is not in the cache
+    assert second.tokens.tolist() == expected and conversation.num_prefilled == 9 + 1
+    # a rewritten history: from its first difference, or from the state before it
+    other = np.concatenate([ids, [57, 58, 59, 60]]).astype(np.int32)
+    rewritten = conversation.answer(other, **OPTIONS)
+    assert rewritten.tokens.tolist() == fresh(other)
+    assert conversation.num_prefilled == 4
+    with pytest.raises(UserError, match="max_context=128"):
+        conversation.answer(np.zeros(125, np.int32), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "top_k, min_p, allowed", [(2, 0.0, {0, 1}), (0, 0.5, {0, 1}), (0, 0.9, {0})]
+)
+def test_top_k_and_min_p_choose_among_the_likeliest(top_k, min_p, allowed):
+    logits_BV = np.tile(np.log(np.float32([0.4, 0.3, 0.15, 0.1, 0.05])), (64, 1))
+    indices_B = np.stack([np.arange(64), np.zeros(64)]).astype(np.int32)
+    arguments = logits_BV, np.uint32(0), indices_B, np.float32(1), np.float32(1)
+    tokens_B, _ = choose_tokens(*arguments, greedy=False, limits=(top_k, min_p))
+    assert {*np.asarray(tokens_B).tolist()} == allowed
+    # top_p counts the probability of the tokens that top_k leaves, as in transformers
+    arguments = *arguments[:4], np.float32(0.5)
+    tokens_B, _ = choose_tokens(*arguments, greedy=False, limits=(2, 0.0))
+    assert {*np.asarray(tokens_B).tolist()} == {0}
+
+
+def test_repetition_penalty_changes_logits_of_seen_tokens():
+    logits_BV = np.float32([[2.0, -2.0, 1.0]])
+    seen_BV = np.array([[True, True, False]])
+    assert penalized(logits_BV, seen_BV, np.float32(2)).tolist() == [[1.0, -4.0, 1.0]]
+    with pytest.raises(UserError, match="top_k=3 has no effect with temperature"):
+        Sampling(top_k=3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return runs.write_untrained_run(tmp_path_factory.mktemp("chat"))
+
+
+def test_command_keeps_its_history_and_ends_an_answer_at_ctrl_c(run, monkeypatch, capsys):
+    sessions, lines = [], iter(["one", "two", "/undo", "two", "x" * 400, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    say = ChatSession.say
+
+    def interrupted(self, text, stream, is_ended):
+        sessions.append(self)
+        if text == "one":
+            signal.raise_signal(signal.SIGINT)
+        return say(self, text, stream, is_ended)
+
+    monkeypatch.setattr(ChatSession, "say", interrupted)
+    arguments = ["--chat_template=chatml", "--system=s", "--max_tokens=4", "--max_context=400"]
+    assert chat.main(["jaxlc chat", str(run), *arguments]) == 0
+    output = capsys.readouterr()
+    assert "[interrupted]" in output.out and "max_context=400" in output.err
+    assert len({*map(id, sessions)}) == 1 and len(sessions[0]._turns) == 2
+    text = ByteTokenizer().decode(sessions[0]._turns[-1])
+    assert text.startswith("<|im_start|>system\ns<|im_end|>") and text.count("user\ntwo") == 1
