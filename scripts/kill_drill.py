@@ -15,6 +15,12 @@ source=model. Both runs get each file when they have trained the step before:
     python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/files \\
         --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files --config.rollouts.prompts= \\
         --config.rollouts.reward= --config.rollouts.prompts_per_step=8 --config.rollouts.max_tokens=256
+
+With config.rollouts.source=server, --server starts scripts/stand_in_server.py; every second kill also kills it, and a
+new one has no adapters:
+
+    python scripts/kill_drill.py --config=grpo_128k:mini --kills=5 --server --config.rollouts.source=server \\
+        --config.rollouts.server_max_loras=4 --config.rollouts.lag=2
 """
 
 import argparse
@@ -25,6 +31,7 @@ import json
 import platform
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -56,8 +63,9 @@ class Kill:
 
     step: int
     # "step": after this step; "save": inside the first save from this step on; "border": as stages start; "rollouts":
-    # after this step, before the rollouts of the next one are there
+    # after this step, before the rollouts of a later one are there, which are `ahead` steps after it
     place: str
+    ahead: int = 1
 
 
 def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]:
@@ -72,11 +80,13 @@ def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]
     if stages[0].config.rollouts.source:
         second = third = "rollouts"
     places = [("save", second, third, "step")[i % 4] for i in range(num_kills)]
+    ahead = 1 + stages[0].config.rollouts.lag
     kills = []
     for place in places:
         # Saves are short, so a kill may miss some: enough of them must follow.
-        end = max(1, last_step // 2) if place == "save" else last_step - 1
-        kills.append(Kill(rng.choice(borders) if place == "border" else rng.randint(1, end), place))
+        end = max(1, last_step // 2) if place == "save" else last_step - ahead
+        step = rng.choice(borders) if place == "border" else rng.randint(1, max(1, end))
+        kills.append(Kill(step, place, ahead))
     return sorted(kills, key=lambda kill: (kill.step, kill.place))
 
 
@@ -89,6 +99,7 @@ def drill(
     log: Callable[[str], None],
     undisturbed: Path | None = None,
     rollouts: Path | None = None,
+    with_server: bool = False,
 ) -> bool:
     """Runs both runs and compares them; returns whether they are equal.
 
@@ -98,7 +109,24 @@ def drill(
       log: called with each line of the log.
       undisturbed: work directory of a finished run. None: it is run here.
       rollouts: directory of the files that both runs get one by one.
+      with_server: starts a stand-in for config.rollouts.server.
     """
+    server = _Server() if with_server else None
+    arguments = [*arguments, *([f"--config.rollouts.server={server.url}"] if server else [])]
+    with server or contextlib.nullcontext():
+        return _drill(arguments, out, num_kills, seed, log, undisturbed, rollouts, server)
+
+
+def _drill(
+    arguments: Sequence[str],
+    out: Path,
+    num_kills: int,
+    seed: int,
+    log: Callable[[str], None],
+    undisturbed: Path | None,
+    rollouts: Path | None,
+    server: "_Server | None",
+) -> bool:
     stages = parse(["jaxlc train", *arguments]).stages
     names = ", ".join(f"{stage.name or 'all'} to step {stage.end_step}" for stage in stages)
     log(
@@ -112,6 +140,8 @@ def drill(
             _finish(arguments, undisturbed, out / "undisturbed.log")
     rng = random.Random(seed + 1)
     for number, kill in enumerate(plan_kills(stages, num_kills, seed), start=1):
+        if server is not None and number % 2:
+            server.restart()
         with _fed(killed, rollouts):
             log(
                 f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}"
@@ -174,7 +204,8 @@ def _kill_once(
             return f"starts from the checkpoint of step {kill.step}\n" in log_path.read_text()
         if kill.place == "rollouts":
             step = _last_step(workdir)
-            return step >= kill.step and not _rollouts_path(workdir, step + 1).exists()
+            later = str(step + kill.ahead)
+            return step >= kill.step and later not in map(_stem, _rollouts(workdir))
         return _last_step(workdir) >= kill.step
 
     while not is_due():
@@ -216,6 +247,30 @@ def _start(arguments: Sequence[str], workdir: Path, log_path: Path) -> subproces
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
+class _Server:
+    """The stand-in in another process, on a free port."""
+
+    def __init__(self):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> "_Server":
+        program = [sys.executable, "scripts/stand_in_server.py", f"--port={self._port}"]
+        self._process = subprocess.Popen(
+            [*program, "--delay_seconds=0.3"], cwd=Path(__file__).parents[1]
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.__exit__()
+        self.__enter__()
+
+
 @contextlib.contextmanager
 def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
     """Copies the rollouts of `source` to the run meanwhile: those of a step, a moment after the row
@@ -229,7 +284,7 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
     def feed(source: Path) -> None:
         while not ends.wait(0.05):
             step = _last_step(workdir) + 1
-            path, made = _rollouts_path(workdir, step), source / f"{step}.jsonl"
+            path, made = workdir / "rollouts" / f"{step}.jsonl", source / f"{step}.jsonl"
             if made.exists() and not path.exists() and not ends.wait(_ROLLOUT_SECONDS):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 partial = path.with_suffix(".partial")
@@ -247,12 +302,15 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
             thread.join()
 
 
-def _rollouts_path(workdir: Path, step: int) -> Path:
-    return workdir / "rollouts" / f"{step}.jsonl"
-
-
 def _rollouts(workdir: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (workdir / "rollouts").glob("*.jsonl")}
+    """The files of steps, which another name has until it is whole."""
+    paths = (workdir / "rollouts").glob("[0-9]*")
+    paths = (path for path in paths if path.suffix in (".jsonl", ".parquet"))
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def _stem(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _unfinished_saves(checkpoints: Path) -> list[Path]:
@@ -293,6 +351,9 @@ def main() -> int:
     parser.add_argument(
         "--rollouts", type=Path, help="directory of rollouts, with config.rollouts.source=files"
     )
+    parser.add_argument(
+        "--server", action="store_true", help="start a stand-in, for config.rollouts.source=server"
+    )
     flags, arguments = parser.parse_known_args()
     log = functools.partial(print, flush=True)
     runs = RUNS if flags.all else {"": ""}
@@ -302,7 +363,15 @@ def main() -> int:
         whole = [*run_flags.split(), *arguments]
         seed, out = flags.seed + number, flags.out.absolute() / name
         are_equal.append(
-            drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts)
+            drill(
+                whole,
+                out,
+                num_kills=num_kills,
+                seed=seed,
+                log=log,
+                rollouts=flags.rollouts,
+                with_server=flags.server,
+            )
         )
     return 0 if all(are_equal) else 1
 

@@ -125,26 +125,44 @@ class PosttrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsConfig:
-    """Traces that are made while training: a file for each step; docs/post_training.md."""
+    """Traces that are made while training: a file for each step; docs/post_training.md. What is for the
+    source `model` is also for `server`, unless it says `model only`.
+    """
 
-    # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
-    # the format of data.traces, for which training waits. Empty: no rollouts.
-    source: Literal["", "model", "files"] = ""
-    # of the files STEP.jsonl, the first of which is 1.jsonl; with posttrain.replay_routing, STEP.parquet. Empty:
-    # WORKDIR/rollouts
+    # model: the policy answers prompts before each step, on the mesh of the run. server: on a vLLM server while steps
+    # are trained. files: another program writes files in the format of data.traces, for which training waits. Empty:
+    # no rollouts.
+    source: Literal["", "model", "server", "files"] = ""
+    # server: such as http://host:8000; the environment variable VLLM_API_KEY has its key
+    server: str = ""
+    # server: of an adapter for each version of the policy, which the server sees by the same path. Empty:
+    # WORKDIR/adapters
+    server_directory: str = ""
+    server_seconds: Above0[float] = (
+        600.0  # server: the run ends if a request has no answer in this time
+    )
+    server_max_loras: int = 0  # server: its --max-loras, which it does not tell; at least lag + 2
+    server_data_parallel: From1[int] = (
+        1  # server: its --data-parallel-size, which it does not tell; must be 1
+    )
+    # server: step s is trained on answers of the policy after step s - 1 - lag, or of the first one, so a step is
+    # trained while the answers of later ones are made
+    lag: int = 0
+    # of the files STEP.jsonl, the first of which is 1.jsonl; with posttrain.replay_routing or a server,
+    # STEP.parquet. Empty: WORKDIR/rollouts
     directory: str = ""
     # files: the run ends if a file does not appear in this time; 0: no limit
     wait_seconds: float = 0.0
     # model: files with the field prompt (text, a list of messages, or token ids), and others for
     # the reward.
     prompts: tuple[str, ...] = ()
-    # model: as prompts, whose answers are rewarded every train.eval_every_steps for evaluation only. Empty: none
+    # as prompts, whose answers are rewarded every train.eval_every_steps for evaluation only. Empty: none
     eval_prompts: tuple[str, ...] = ()
     # model: each step uses other prompts, in an order that depends on data.seed
     prompts_per_step: From1[int] = 8
     answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature
     max_tokens: From1[int] = 256  # model: longer answers are truncated
-    # model: most groups without an advantage that other prompts replace in each step (dynamic sampling, DAPO)
+    # model only: most groups without an advantage that other prompts replace in each step (dynamic sampling, DAPO)
     max_replacements: int = 0
     # model: sample from the smallest set of tokens with at least this probability
     top_p: Above0UpTo1[float] = 1.0

@@ -30,7 +30,7 @@ from jaxlc.models.lora import LORA, frozen_names
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
 _WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
-_CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = (
+_CONFIG_FILE, WEIGHTS_FILE, _PREFIX = (
     "adapter_config.json",
     "adapter_model.safetensors",
     "base_model.model.",
@@ -130,7 +130,7 @@ def write_adapters(
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
     with TensorWriter(
-        target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE
+        target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=WEIGHTS_FILE
     ) as files:
         for name, array in tensors.items():
             files.write(name, array)

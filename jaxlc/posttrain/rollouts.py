@@ -2,7 +2,7 @@
 waits for it.
 
 Another program writes the files, for which checkpoints are exported, or the policy itself makes the
-rollouts (`generation.policy_rollouts`).
+rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation.server_rollouts`).
 """
 
 import hashlib
@@ -42,6 +42,7 @@ class Rollouts(DataSource):
     """Answers of the policy or of another program to prompts."""
 
     train: "RolloutSequences"
+    workdir: Path
     prompts: tuple[Prompt, ...]  # none: another program makes the rollouts
     eval_prompts: tuple[Prompt, ...] = ()
 
@@ -50,7 +51,7 @@ class Rollouts(DataSource):
         setting = config.rollouts.directory
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
         prompts, eval_prompts, warnings = [], [], []
-        if config.rollouts.source == "model":
+        if config.rollouts.source != "files":
             prompts, warnings = open_prompts(config, inputs.tokenizer)
         if config.rollouts.eval_prompts:
             eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
@@ -61,6 +62,7 @@ class Rollouts(DataSource):
             fingerprint="rollouts",  # the files are in the order of the steps
             description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
             warnings=tuple(warnings),
+            workdir=inputs.workdir,
             prompts=tuple(prompts),
             eval_prompts=tuple(eval_prompts),
         )
@@ -86,7 +88,7 @@ class Rollouts(DataSource):
 class RolloutSequences:
     """The sequences of a run on rollouts, as `loader.Sequences`; it is thread-safe.
 
-    Step s, from 1, has the sequences of the file s.jsonl, or s.parquet with posttrain.replay_routing,
+    Step s, from 1, has the sequences of the file s.jsonl, or s.parquet with posttrain.replay_routing or a server,
     and is filled up with sequences of padding. So a sequence is a pure function of the files, and a
     run that resumes reads the same ones.
     """
@@ -102,6 +104,7 @@ class RolloutSequences:
         self._max_kept = config.data.prefetch_steps + 3
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
         self._digests: dict[int, str] = {}  # by step
+        self._failure: BaseException | None = None
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order; waits for its file.
@@ -128,7 +131,9 @@ class RolloutSequences:
             return traces
 
     def path(self, step: int) -> Path:
-        suffix = "parquet" if self._config.posttrain.replay_routing else "jsonl"
+        config = self._config
+        is_parquet = config.posttrain.replay_routing or config.rollouts.source == "server"
+        suffix = "parquet" if is_parquet else "jsonl"
         return self.directory / f"{step}.{suffix}"
 
     def decoded(self, step: int) -> list[dict[str, Any]]:
@@ -163,6 +168,8 @@ class RolloutSequences:
         reading it fails.
         """
         limit = self._config.rollouts.wait_seconds
+        if self._failure is not None:
+            raise self._failure
         return bool(limit) and step == self._needed and time.monotonic() - self._since > limit
 
     def need(self, step: int) -> None:
@@ -172,6 +179,10 @@ class RolloutSequences:
         with self._lock:
             self._needed, self._since = step, time.monotonic()
             self._next_line = self._since + _LINE_SECONDS
+
+    def fail(self, error: BaseException) -> None:
+        """Files that do not exist will not appear: waiting for them raises the error."""
+        self._failure = error
 
     def close(self) -> None:
         """Ends the waiting of all threads."""
@@ -206,6 +217,8 @@ class RolloutSequences:
         while not path.is_file():
             if self._closed.is_set():
                 raise EndOfBatches
+            if self._failure is not None:
+                raise self._failure
             with self._lock:
                 if step == self._needed:
                     self._check_waiting(path)

@@ -367,8 +367,8 @@ def _train(
     )
     reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
     num_steps = stage.end_step - start.step
-    # another program may take any time to write them
-    has_deadline = stage.config.rollouts.source != "files"
+    # another program may take any time to make them
+    has_deadline = stage.config.rollouts.source not in ("files", "server")
     with (
         contextlib.closing(reports.pending),
         guard.calling(stage.data.stop_waiting),

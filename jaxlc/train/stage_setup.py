@@ -37,7 +37,9 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
+from jaxlc.generation.server_rollouts import ServerRollouts
 from jaxlc.models.lora import trained_settings
+from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.traces import with_reference
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
@@ -73,9 +75,12 @@ class PreparedStage(Stage):
         return make_scorer(self.step, self.data.source.tokenizer)
 
     @cached_property
-    def rollout_maker(self) -> PolicyRollouts | None:
-        """None: the policy makes no rollouts."""
-        return make_policy_rollouts(self.step, self.data.source)
+    def rollout_maker(self) -> PolicyRollouts | ServerRollouts | None:
+        """None: another program makes the rollouts, or there are none."""
+        source = self.data.source
+        if isinstance(source, Rollouts) and self.config.rollouts.source == "server":
+            return ServerRollouts(self.step, source)
+        return make_policy_rollouts(self.step, source)
 
     @cached_property
     def sampler(self) -> Sampler | None:

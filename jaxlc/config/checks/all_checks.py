@@ -169,6 +169,14 @@ _OF_MODEL = (
     "reward_retries",
     "max_failed",
 )
+_OF_SERVER = (
+    "server",
+    "server_directory",
+    "server_seconds",
+    "server_max_loras",
+    "server_data_parallel",
+    "lag",
+)
 
 
 def posttrain_problems(config: Config) -> Iterator[str]:
@@ -217,11 +225,17 @@ def _prefix_problems(config: Config) -> Iterator[str]:
 def _rollout_problems(config: Config) -> Iterator[str]:
     rollouts, posttrain = config.rollouts, config.posttrain
     if not rollouts.source:
-        reason = "without config.rollouts.source; set --config.rollouts.source=model or files"
+        reason = (
+            "without config.rollouts.source; set --config.rollouts.source=model, server or files"
+        )
         yield from _without_effect("rollouts", rollouts, vars(rollouts), reason)
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
-    unused = _OF_MODEL if rollouts.source == "files" else ("wait_seconds", "max_policy_age")
+    unused = {
+        "files": (*_OF_MODEL, *_OF_SERVER),
+        "model": ("wait_seconds", "max_policy_age", *_OF_SERVER),
+        "server": ("wait_seconds", "max_policy_age", "max_replacements"),
+    }[rollouts.source]
     yield from _without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
     if posttrain.no_advantage == "keep":
         reason = "with config.posttrain.no_advantage='keep'; use drop"
@@ -241,6 +255,8 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield "config.rollouts.export_command has no effect without config.rollouts.export_every_steps; set both"
     if rollouts.source == "files":
         return
+    if rollouts.source == "server":
+        yield from _server_problems(config)
     if rollouts.answers_per_prompt == 1:
         yield f"{setting} compares the answers of a prompt; use --config.rollouts.answers_per_prompt=2 or more"
     if posttrain.old_log_probs == "record":
@@ -255,6 +271,32 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield (
             f"{setting} has no reference_log_probs; use --config.posttrain.reference=model, or base with LoRA, or set"
             " kl to 0"
+        )
+
+
+def _server_problems(config: Config) -> Iterator[str]:
+    rollouts = config.rollouts
+    if not rollouts.server:
+        yield "config.rollouts.source='server' needs config.rollouts.server, such as http://localhost:8000; set it"
+    if not config.lora.rank:
+        yield (
+            "config.rollouts.source='server' gives the server adapters; set config.lora.rank, or for whole weights"
+            " config.rollouts.source='files' with export_every_steps"
+        )
+    if rollouts.server_max_loras < rollouts.lag + 2:
+        yield (
+            f"config.rollouts.lag={rollouts.lag} needs {rollouts.lag + 2} adapters in the server; start it with"
+            f" --max-loras={rollouts.lag + 2} or more, and declare that: --config.rollouts.server_max_loras=NUMBER"
+        )
+    if rollouts.server_data_parallel > 1:
+        yield (
+            f"config.rollouts.server_data_parallel={rollouts.server_data_parallel}: an adapter may reach only some"
+            " engines; start the server with --data-parallel-size=1, and use --config.rollouts.server_data_parallel=1"
+        )
+    if config.posttrain.importance_weights and rollouts.top_p < 1:
+        yield (
+            f"config.rollouts.top_p={rollouts.top_p:g} changes the log-probabilities of a server, which"
+            " config.posttrain.importance_weights compares; use --config.rollouts.top_p=1"
         )
 
 

@@ -1,0 +1,183 @@
+"""Rollouts by a server, in the background of training. The policy after each step is an adapter in a
+directory that the server sees, too.
+
+Step s is trained on answers of version max(0, s - 1 - rollouts.lag). A version, the number of the
+step that made it, is written once. After a restart the same requests are made again, of the same
+versions with the same seeds, and files of rollouts that exist are used.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.config import Config
+from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.pretrained import original_of
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import displayed, local_path
+from jaxlc.data.tokens.encoder import stops_of
+from jaxlc.generation.policy_rollouts import HELDOUT, means_of, prompts_of_step
+from jaxlc.hf.adapters import WEIGHTS_FILE, write_adapters
+from jaxlc.hf.load import paths_of
+from jaxlc.models import decoder
+from jaxlc.posttrain.agents import Request, Turn, check_failures, make_agents, seed_of
+from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
+from jaxlc.posttrain.server import Server
+from jaxlc.step.step import TrainStep
+
+ADAPTERS = "adapters"  # the directory in the workdir
+
+
+class ServerRollouts:
+    """Makes the rollouts of steps on a server; process 0 does."""
+
+    def __init__(self, step: TrainStep, source: Rollouts):
+        """
+        Raises:
+          UserError: the agent or the reward cannot be loaded.
+        """
+        self._config, self._source, self._workdir = step.config, source, source.workdir
+        self._prompts = (*source.prompts, *source.eval_prompts)
+        setting = step.config.rollouts.server_directory
+        directory = local_path(setting) if setting else source.workdir / ADAPTERS
+        self._directory = directory.absolute()
+        self._agents = make_agents(step.config, source.tokenizer, self._prompts)
+        original = original_of(step.config.model.init_from, source.workdir)
+        stops = stops_of(step.config, source.tokenizer, original)
+        self._server = Server(config=step.config, stops=stops)
+        self._asked: set[int] = set()  # steps
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    @property
+    def lines(self) -> list[str]:
+        """For the start report, after the server was probed.
+
+        Raises:
+          UserError: the server cannot be reached, or must be started in another way.
+        """
+        if jax.process_index() == 0:
+            self._submit(self._server.check(self._source.tokenizer, self._prompts[0])).result()
+        place = displayed(self._directory)
+        return [f"rollouts   by the server {self._config.rollouts.server}; adapters in {place}"]
+
+    def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
+        """Publishes the parameters before `step`, and asks for the rollouts of the steps that can be
+        made; every process calls it.
+        """
+        self._publish(params, step - 1)
+        if jax.process_index() != 0:
+            return
+        rollouts = self._config.rollouts
+        for later in range(step, min(step + rollouts.lag, self._config.train.steps) + 1):
+            if later not in self._asked and not self._source.train.path(later).is_file():
+                self._asked.add(later)
+                self._submit(self._write(later)).add_done_callback(self._ended)
+
+    def heldout(self, params: dict, step: int, path: Path, workdir: Path) -> dict[str, float]:
+        """Means over the answers to rollouts.eval_prompts, as `PolicyRollouts.heldout`."""
+        self._publish(params, step)
+        records = []
+        if jax.process_index() == 0:
+            numbers = range(len(self._source.prompts), len(self._prompts))
+            records = self._submit(self._answers(numbers, step, step, HELDOUT)).result()
+        return means_of(records, path)
+
+    async def _write(self, step: int) -> None:
+        config, path = self._config, self._source.train.path(step)
+        numbers = prompts_of_step(config, len(self._source.prompts), step)
+        version = max(0, step - 1 - config.rollouts.lag)
+        records = await self._answers(numbers, step, version, 0)
+        check_failures(records, config, path)
+        write_rollouts(records, path)
+
+    async def _answers(
+        self, numbers: Sequence[int], step: int, version: int, attempt: int
+    ) -> list[dict]:
+        adapter = self._directory / str(version)
+        if not adapter.is_dir():
+            raise UserError(
+                f"the rollouts of step {step} need the adapter {displayed(adapter)}, which does not exist: put it back,"
+                " or use a different workdir"
+            )
+        # a server keeps the keys and values of a name that is loaded again: equal names have equal weights
+        digest = hashlib.sha256((adapter / WEIGHTS_FILE).read_bytes()).hexdigest()[:12]
+        name = f"{version}-{digest}"
+        await self._server.load(name, adapter)
+        num_agents = len(numbers) * self._config.rollouts.answers_per_prompt
+        seed = seed_of(self._config, step, attempt)
+        policy = _Version(self._server, name, adapter, seed, num_agents)
+        return await self._agents.rollouts(numbers, step, version, policy)
+
+    def _submit(self, coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _ended(self, future: Future) -> None:
+        if (error := future.exception()) is not None:
+            self._source.train.fail(error)
+
+    def _publish(self, params: dict, version: int) -> None:
+        """Writes the adapter of a version, unless it exists, and removes those that no resumed run
+        needs.
+        """
+        config, target = self._config, self._directory / str(version)
+        if broadcast_one_to_all(np.int32(target.is_dir())):
+            return
+        partial = target.with_name(f"{version}.partial{jax.process_index()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        original = original_of(config.model.init_from, self._workdir)
+        base = None if original is None else original.config_json()
+        family, prefix = family_of(base, config.model), ""
+        if original is not None and original.has_images:
+            prefix = [*family.multimodal_prefixes][-1]
+        write_adapters(config, family, _Gathered(params, config), partial, prefix=prefix)
+        if jax.process_index() != 0:
+            shutil.rmtree(partial)
+            return
+        partial.rename(target)
+        saved = committed_steps(self._workdir / CHECKPOINTS_DIRECTORY)
+        first = min([version, *saved] if saved else [0]) - config.rollouts.lag
+        for other in self._directory.iterdir():
+            if other.name.isdigit() and int(other.name) < first:
+                shutil.rmtree(other)
+
+
+class _Gathered:
+    """Parameters of a training state, gathered when they are read; every process reads them."""
+
+    def __init__(self, params: dict, config: Config):
+        model = config.model
+        self.abstract = dict(
+            paths_of(decoder.abstract_params(model, model.vocab_size, config.lora))
+        )
+        self._params = dict(paths_of(params))
+
+    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
+        arrays = {path: process_allgather(self._params[path], tiled=True) for path in paths}
+        shapes = {path: self.abstract[path].shape for path in arrays}
+        return {path: x[tuple(map(slice, shapes[path]))] for path, x in arrays.items()}
+
+
+class _Version:
+    """A version of the policy, as the sampler of agents."""
+
+    def __init__(self, server: Server, name: str, adapter: Path, seed: int, num_agents: int):
+        self._server, self._adapter = server, (name, adapter)
+        self._seed, self._num_agents = seed, num_agents
+
+    async def sample(self, request: Request) -> Turn:
+        # the seed and the index of the own sampler in the 63 bits that a server takes
+        seed = (self._seed << 31) + request.number * self._num_agents + request.agent
+        return await self._server.complete(request, *self._adapter, seed)
+
+    def end(self, agent: int) -> None: ...

@@ -1,0 +1,238 @@
+"""Rollouts by a server, on the stand-in of scripts/stand_in_server.py."""
+
+import asyncio
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from jaxlc.config import Config, load, read_config
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.encoder import Stops, stops_of
+from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.generation.generator import Generator
+from jaxlc.generation.policy_rollouts import PolicyRollouts, prompts_of_step
+from jaxlc.generation.sampling import Sampling
+from jaxlc.generation.server_rollouts import _Version
+from jaxlc.posttrain.agents import Request, SamplerError, make_agents, seed_of
+from jaxlc.posttrain.server import Server
+from jaxlc.posttrain.traces import Prompt, open_prompts
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.step import build_step
+from scripts.stand_in_server import StandIn
+from tests.train.runs import rows, train, write_config
+
+REWARD = """
+def reward(prompt, answer, record, tokens):
+    return len(set(answer)) + sum(map(sum, tokens)) % 5
+"""
+
+
+@pytest.fixture
+def standin():
+    with StandIn() as server:
+        yield server
+
+
+def config_of(server: StandIn, **rollouts) -> Config:
+    config = read_config("agent_128k:mini")
+    config.lora.rank = 4
+    config.data.update(tokenizer="bytes", seq_len=1024)
+    config.model.vocab_size = 257
+    config.rollouts.update(source="server", server=server.url, server_max_loras=4)
+    config.rollouts.update(server_seconds=2.0, **rollouts)
+    return load(config)
+
+
+def checked(standin: StandIn, **rollouts) -> Server:
+    config = config_of(standin, **rollouts)
+    server, prompt = Server(config=config, stops=Stops([256], [])), "3 + 4"
+    prompt = Prompt(np.frombuffer(prompt.encode(), np.uint8).astype(np.int32), prompt, {}, "p:1")
+    asyncio.run(server.check(load_tokenizer("bytes"), prompt))
+    return server
+
+
+def adapter_in(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text('{"r": 4}')
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(), ""),
+        (dict(scales_log_probs=False), "--logprobs-mode=processed_logprobs"),
+        (dict(token_shift=1), "another tokenizer: start it with the one of config.data.tokenizer"),
+        (dict(max_model_len=1024), "max_model_len=1024: start it with --max-model-len=1025"),
+        (dict(num_errors=99), "gave no answer to /tokenize in 2 s .*start it again"),
+    ],
+)
+def test_probes_refuse_a_server_with_the_flag_to_set(standin, changed, words):
+    vars(standin).update(changed)
+    if words:
+        with pytest.raises(UserError, match=words):
+            checked(standin)
+    else:
+        checked(standin)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(lag=3), "--max-loras=5 or more"),
+        (dict(server_data_parallel=2), "--data-parallel-size=1"),
+        (dict(top_p=0.9), "top_p=0.9 changes the log-probabilities"),
+        (dict(server=""), "needs config.rollouts.server"),
+        (dict(max_replacements=1), "max_replacements=1 has no effect"),
+    ],
+)
+def test_what_the_interface_does_not_tell_is_declared(standin, settings, words):
+    config = read_config("agent_128k:mini")
+    config.lora.rank = 4
+    config.posttrain.importance_weights = True
+    config.rollouts.update(source="server", server="http://x", server_max_loras=4)
+    config.rollouts.update(settings)
+    with pytest.raises(UserError, match=words):
+        load(config)
+
+
+def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path):
+    server, adapter = checked(standin), adapter_in(tmp_path / "0")
+    request = Request(np.arange(97, 100, dtype=np.int32), 8, 0, 0)
+    asyncio.run(server.load("0-a", adapter))
+    first = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 1))
+    standin.adapters.clear()
+    standin.num_errors = 2  # while it starts
+    again = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 1))
+    other = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 2))
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+    assert first.log_probs.dtype == np.float32 and len(first.log_probs) == len(first.tokens)
+    body = standin.log[-1][1]
+    assert body["seed"] == 2**62 + 2 and body["return_token_ids"] and not body.get("stream")
+    assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
+    asyncio.run(server.load("0-a", adapter))  # loaded already
+    standin.max_lora_rank = 2
+    with pytest.raises(
+        SamplerError, match="greater than max_lora_rank 2.*--max-lora-rank of at least 4"
+    ):
+        asyncio.run(server.load("1-b", adapter))
+    standin.is_updatable = False
+    with pytest.raises(SamplerError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        asyncio.run(server.load("1-b", adapter))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> dict:
+    directory = tmp_path_factory.mktemp("server")
+    (directory / "reward.py").write_text(REWARD)
+    prompts = [dict(prompt=f"{number} and {number + 1} are? ") for number in range(6)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in prompts))
+    return dict(
+        data__sources="", attention__shared_prefixes=True, posttrain__loss="dapo", rollouts__source="server",
+        rollouts__prompts=directory / "prompts.jsonl", rollouts__reward=f"{directory / 'reward.py'}:reward",
+        rollouts__max_tokens=5, rollouts__prompts_per_step=2, rollouts__answers_per_prompt=3, train__eval_every_steps=0,
+        train__checkpoint_every_steps=1, optimizer__schedule_steps=5, train__steps=5, model__num_layers=1,
+        lora__rank=2, rollouts__server_max_loras=4, rollouts__server_seconds=5.0,
+    )  # fmt: skip
+
+
+def files_of(workdir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (workdir / "rollouts").iterdir()}
+
+
+@pytest.mark.usefixtures("shared_programs")
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.full), 2])
+def test_resumed_run_asks_again_with_equal_seeds_and_versions(settings, standin, tmp_path, lag):
+    """As after kills: rollouts of later steps are missing, the server has been restarted, and one
+    that answers differently does not change finished files.
+    """
+    config, whole, parts = write_config(tmp_path), tmp_path / "whole", tmp_path / "parts"
+    settings = settings | dict(rollouts__server=standin.url, rollouts__lag=lag)
+    output = train(config, whole, **settings)
+    assert f"rollouts   by the server {standin.url}" in output
+    records = pyarrow.parquet.read_table(whole / "rollouts/5.parquet").to_pylist()
+    assert len(records) == 6 and {x["policy_step"] for x in records} == {4 - lag}
+    assert [row["rollouts/policy_age"] for row in rows(whole) if "rollouts/policy_age" in row] == [
+        min(step, lag) for step in range(5)
+    ]
+    completions = [
+        body for path, body in standin.log if path == "/v1/completions" and "stop" in body
+    ]
+    expected = {(body["model"], body["seed"]) for body in completions}
+    assert len(expected) == len(completions) == 30
+    versions = sorted(int(path.name) for path in (whole / "adapters").iterdir())
+    assert len(versions) <= lag + 3 and versions[-1] == 4
+    train(config, parts, **settings | dict(train__steps=2))
+    standin.adapters.clear()
+    standin.log.clear()
+    shutil.copy(whole / "rollouts/3.parquet", parts / "rollouts/3.parquet")
+    for path in (parts / "rollouts").glob("[45].parquet"):
+        path.unlink()
+    train(config, parts, **settings)
+    asked = {
+        (x["model"], x["seed"])
+        for path, x in standin.log
+        if path == "/v1/completions" and "stop" in x
+    }
+    assert asked and asked <= expected and len(asked) == 12
+    assert files_of(parts) == files_of(whole) and rows(parts) == rows(whole)
+
+
+@pytest.mark.full
+def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin, tmp_path):
+    """The stand-in answers by the model of the own sampler."""
+    config = read_config("agent_128k:mini")
+    config.mesh.context = config.runtime.simulated_devices = 1
+    config.lora.rank, config.posttrain.importance_weights = 4, True
+    config.rollouts.update(prompts_per_step=2, answers_per_prompt=3)
+    own = load(config)
+    config.rollouts.update(source="server", server=standin.url, server_max_loras=4)
+    config = load(config)
+    step = build_step(own, make_mesh(own.mesh, jax.devices()[:1]))
+    tokenizer = load_tokenizer(own.data.tokenizer, end_token=own.data.end_token)
+    prompts, _ = open_prompts(own, tokenizer)
+    params = step.init(None).params
+    PolicyRollouts(step, tokenizer, prompts)(params, 1, tmp_path / "1.jsonl", tmp_path)
+    expected = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
+    stops = stops_of(own, tokenizer, None)
+    generator, lock = Generator(step, params, tokenizer), threading.Lock()
+
+    def answer(body):
+        seed, index = divmod(body["seed"], 2**31)
+        sampling = Sampling(temperature=body["temperature"], seed=seed, scales_log_probs=True)
+        with lock:
+            (result,) = generator(
+                [np.array(body["prompt"])], max_tokens=body["max_tokens"], sampling=sampling,
+                stop_ids=body["stop_token_ids"], indices=[index],
+            )  # fmt: skip
+        log_probs = result.log_probs.tolist()
+        return result.tokens.tolist(), log_probs, result.text, result.finish_reason
+
+    standin.answer = answer
+    server = Server(config=config, stops=stops)
+    numbers = prompts_of_step(config, len(prompts), 1)
+    policy = _Version(server, "base", tmp_path, seed_of(config, 1, 0), 6)
+    agents = make_agents(config, tokenizer, prompts)
+    records = asyncio.run(agents.rollouts(numbers, 1, 0, policy))
+    assert len(records) == len(expected) >= 6
+    for ours, theirs in zip(records, expected):
+        np.testing.assert_allclose(
+            ours.pop("sampled_log_probs"), theirs.pop("sampled_log_probs"), rtol=1e-4
+        )
+        assert ours == theirs
+
+
+@pytest.mark.usefixtures("shared_programs")
+def test_lost_server_ends_the_run_with_a_sentence(settings, tmp_path):
+    with StandIn() as server:
+        url = server.url
+    settings = settings | dict(rollouts__server=url, rollouts__server_seconds=1.0)
+    message = train(write_config(tmp_path), tmp_path / "run", status=2, **settings)
+    assert f"the server {url} gave no answer to /v1/models in 1 s" in message
