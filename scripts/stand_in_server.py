@@ -52,6 +52,9 @@ class StandIn(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def handle_error(self, *args: object) -> None:
+        """A client that is killed closes its connection."""
+
     def completed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a completion."""
         answer = self.answer or self._pseudorandom

@@ -147,8 +147,9 @@ def files_of(workdir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (workdir / "rollouts").iterdir()}
 
 
+@pytest.mark.full  # a heavy test kills such a run
 @pytest.mark.usefixtures("shared_programs")
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("lag", [0, 2])
 def test_resumed_run_asks_again_with_equal_seeds_and_versions(settings, standin, tmp_path, lag):
     """As after kills: rollouts of later steps are missing, the server has been restarted, and one
     that answers differently does not change finished files.

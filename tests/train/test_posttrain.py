@@ -467,22 +467,37 @@ def test_reward_is_called_by_answer_or_group_and_never_0_after_a_failure(reward,
         assert all(expected in x for x in rewards) and len(calls) == 3 * num_calls
 
 
+SOURCES = [
+    pytest.param("model", marks=pytest.mark.full),
+    pytest.param("files", marks=pytest.mark.full),
+    "server",
+]
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("source", ["model", pytest.param("files", marks=pytest.mark.full)])
+@pytest.mark.parametrize("source", SOURCES)
 def test_run_killed_before_rollouts_equals_the_undisturbed_run(
     rollouts, tmp_path, monkeypatch, source
 ):
-    """benchmarks/2026-11-26-kill-drill-rollouts.txt has ten kills for each source."""
+    """benchmarks/2026-11-28-kill-drill-rollouts.txt has ten kills for each source."""
     settings, undisturbed = rollouts["settings"], rollouts["workdir"]
     if source == "files":
         settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
         settings["rollouts__source"] = "files"
+    if source == "server":
+        undisturbed = None
+        settings = settings | dict(rollouts__source="server", rollouts__server_max_loras=4)
+        settings |= dict(rollouts__lag=2, lora__rank=2)
     flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in settings.items()]
-    monkeypatch.setattr(kill_drill, "plan_kills", lambda *_: [kill_drill.Kill(2, "rollouts")])
+    kill = (1 if source == "server" else 2, "rollouts")
+    monkeypatch.setattr(
+        kill_drill, "plan_kills", lambda *_: [kill_drill.Kill(*kill, 1 + 2 * (source == "server"))]
+    )
     lines = []
     equal = kill_drill.drill(
         [f"--config={rollouts['config']}", *flags], tmp_path, num_kills=1, seed=0, log=lines.append,
         undisturbed=undisturbed, rollouts=undisturbed / "rollouts" if source == "files" else None,
+        with_server=source == "server",
     )  # fmt: skip
     assert equal, lines
 
