@@ -1,7 +1,7 @@
 r"""Distillation of Llama 3.1 70B into 8B on answers to prompts of up to 131,072 tokens, on 8 H100s.
 Variants: mini.
 
-    jaxlc train --config=distill_128k:mini        # in miniature, on 2 simulated CPU devices
+    jaxlc train --config=distill_128k:mini        # in miniature, on 8 simulated CPU devices
     jaxlc plan --config=distill_128k --topology=h100:1x8
 
 The loss is the KL divergence of the student from the teacher over the teacher's 64 most probable
@@ -36,8 +36,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.train.update(eval_sequences=4, eval_every_steps=50, checkpoint_every_steps=50)
 
     if variant == "mini":
-        shrink_for_cpu(config, simulated_devices=2)
-        config.mesh.context = 2
+        shrink_for_cpu(config)
         # answers to sums, whose teacher also gives the next digits a probability
         config.data.traces = __file__.replace("distill_128k.py", "mini_teacher.jsonl")
         config.posttrain.teacher_top_k = 3
