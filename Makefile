@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
-train: $(READY)  ## train configs/quickstart.py; add settings with ARGS="--config.train.steps=20"
-	$(VENV)/bin/python -m jaxlc.train --config=quickstart $(ARGS)
+train: $(READY)  ## train configs/quickstart.py:code; add settings with ARGS="--config.train.steps=20"
+	$(VENV)/bin/python -m jaxlc.train --config=quickstart:code --workdir=runs/quickstart $(ARGS)
 
 plan: $(READY) $(VENV)/.ready-plan  ## plan configs/256k.py for 64 H100s, without a GPU; other settings in ARGS
 	$(VENV)/bin/python -m jaxlc.plan $(or $(ARGS),--config=256k:h100 --topology=h100:8x8)

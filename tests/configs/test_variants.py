@@ -9,6 +9,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config import check_num_devices, load, read_config
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import tokenizer_of
 from jaxlc.train import loop
 from tests.train import runs
 
@@ -167,3 +168,13 @@ def test_mini_variant_trains(name, tmp_path):
     config.train.update(steps=2, eval_every_steps=0)
     result = loop.run(config, tmp_path / "run")
     assert result.step == 2 and result.evaluation.loss > 0
+
+
+def test_quickstart_code_has_a_tokenizer_of_its_vocabulary_and_prints_samples():
+    config = load(read_config("quickstart:code"))
+    tokenizer = tokenizer_of(config.data)
+    assert tokenizer.vocab_size <= config.model.vocab_size == 4096
+    text = "class Reader:\n    def __init__(self, name):\n        self.name = name\n"
+    ids = tokenizer.encode(text.encode())
+    assert tokenizer.decode(ids) == text and 3 * len(ids) < len(text)
+    assert config.train.steps % config.train.sample_every_steps == 0 and config.train.sample_prompts
