@@ -259,7 +259,15 @@ def check_arguments(arguments: list[str]) -> None:
     flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
     flags = [flag for flag in flags if verb != "data" or flag not in ("report", "show")]
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
-    takes_paths = verb in ("chat", "checkpoint", "eval", "export", "generate", "profile")
+    takes_paths = verb in (
+        "chat",
+        "checkpoint",
+        "eval",
+        "export",
+        "generate",
+        "logprobs",
+        "profile",
+    )
     own = [flag for flag in own if not takes_paths or flag.startswith("-")]
     known = flags_of(verb, "--plan" if (verb, "--plan" in own) == ("generate", True) else "")
     unknown = [flag for flag in own if flag.partition("=")[0] not in known]
