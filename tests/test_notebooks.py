@@ -73,6 +73,8 @@ SHORTER = {
         "config.mesh = dict(data=1, context=2)": "config.mesh = dict(data=2, context=1)",
         "prompts_per_step=16, answers_per_prompt=8": "prompts_per_step=2, answers_per_prompt=2",
         "steps=40, global_batch_size=16": "steps=2, global_batch_size=2",
+        ', eval_prompts="runs/eval.jsonl"': "",
+        "steps=2, global_batch_size=4": "steps=1, global_batch_size=4",
     },
     "hybrid": {
         "STEPS = 32, 128, 16, 500": "STEPS = 32, 128, 4, 3",

@@ -61,6 +61,11 @@ class Tree:
         """The inputs of the node that a trace has."""
         return slice(self.first, min(self.end, len(trace.tokens) - 1))
 
+    def inputs_in_loss(self, trace: Trace) -> np.ndarray:
+        """Those that predict a token of the trace in its loss, int [inputs]."""
+        inputs = np.arange(self.first, self.inputs(trace).stop)
+        return inputs[trace.in_loss[inputs + 1]]
+
     @property
     def experts_differ(self) -> list[np.ndarray]:
         """Which shared tokens have other experts in a trace than in the trace whose experts the
@@ -340,8 +345,11 @@ class PackedTraces:
             if "loss_tokens" in arrays:
                 values["targets"] = node.trace.tokens[targets]
                 for trace in node.traces:
+                    inputs = node.inputs_in_loss(trace)
                     leaf = leaves.setdefault(id(trace), len(leaves) + 1)
-                    row = self._write_rows(rows, row, node, trace, at, leaf)
+                    ids = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
+                    loss = self._loss(trace, inputs + 1)
+                    row = _write(rows, row, row + len(inputs), **ids, **loss)
             elif not node.children:
                 values |= dict(
                     targets=node.trace.tokens[targets], **self._loss(node.trace, targets)
@@ -351,15 +359,6 @@ class PackedTraces:
             tokens = rows["loss_tokens"][:row]
             rows["loss_weights"][:row] /= np.bincount(tokens)[tokens]
         return arrays
-
-    def _write_rows(
-        self, rows: dict[str, np.ndarray], row: int, node: Tree, trace: Trace, at: int, leaf: int
-    ) -> int:
-        """Writes the rows of a trace and the tokens of a node, which are from `at` on."""
-        inputs = node.inputs(trace)
-        inputs = inputs.start + np.flatnonzero(trace.in_loss[inputs.start + 1 : inputs.stop + 1])
-        ids = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
-        return _write(rows, row, row + len(inputs), **ids, **self._loss(trace, inputs + 1))
 
     def _loss(self, trace: Trace, targets: slice | np.ndarray) -> dict[str, np.ndarray | float]:
         """The arrays of the loss of some targets of a trace."""
@@ -378,8 +377,7 @@ def _write_teacher(arrays: dict[str, np.ndarray], node: Tree, trace: Trace, at: 
     """Writes the teacher's candidates of the tokens of a node, from `at` on, that a trace has in its
     loss.
     """
-    inputs = node.inputs(trace)
-    inputs = inputs.start + np.flatnonzero(trace.in_loss[inputs.start + 1 : inputs.stop + 1])
+    inputs = node.inputs_in_loss(trace)
     for name in trace.teacher.keys() & arrays.keys():
         arrays[name][at + inputs - node.first] = trace.teacher[name][inputs + 1]
 

@@ -52,7 +52,7 @@ MIXED = LATENT | EXPERTS | dict(layer_kinds=("sliding", "latent"), window=6)
 # attention and Mamba-2 side by side
 SIDE_BY_SIDE = MAMBA | dict(layer_kinds=("full_mamba2",))
 SLIDING, TILES = policy_loss.KINDS["sliding"]["model"], dict(memory=dict(tile_tokens=12))
-DEEP = [(MIXED, dict(context=4), {}), (SIDE_BY_SIDE, dict(context=4, tensor=2), TILES)]
+DEEP = [(MIXED, dict(context=4), {}), (MAMBA, dict(context=4), TILES)]
 MORE_DEEP = [
     (policy_loss.QUERY_SCALE, dict(context=1), {}),
     (policy_loss.QUERY_SCALE, dict(context=2, tensor=2), dict(attention=dict(strategy="ulysses"))),
@@ -62,7 +62,7 @@ MORE_DEEP = [
     (MIXED, dict(context=4), TILES),
     (HYBRID | policy_loss.QUERY_SCALE, dict(context=4, tensor=2), {}),
     (HYBRID, dict(context=2), TILES),
-    (MAMBA, dict(context=4), {}),
+    (SIDE_BY_SIDE, dict(context=4, tensor=2), TILES),
     (MAMBA | EXPERTS, dict(context=2, tensor=2), TILES),
     (KIMI_DELTA, dict(context=4), TILES),
     (KIMI_DELTA | EXPERTS, dict(context=2), dict(attention=dict(strategy="ulysses"))),

@@ -278,7 +278,7 @@ def branching_rows(loss: str, kinds: str):
 @pytest.mark.parametrize(
     "loss, kinds, mesh",
     [
-        ("dapo", "replay", dict(context=4)),
+        ("dapo", "replay", dict(context=2)),
         ("", "teacher", dict(context=2)),
         pytest.param("", "", dict(context=2, tensor=2), marks=pytest.mark.full),
         pytest.param("dapo", "", dict(context=1), marks=pytest.mark.full),
@@ -523,7 +523,7 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
             sums = policy_sums(at_loss_tokens(log_probs_BT, batch), loss_rows(batch), settings)
             return sums.loss / denominator(batch, settings), sums
 
-        gradients, sums = jax.grad(loss, has_aux=True)(jnp.array(log_probs)[None])
+        gradients, sums = jax.jit(jax.grad(loss, has_aux=True))(jnp.array(log_probs)[None])
         means_of_step = jax.tree.map(float, means(sums, batch, settings))
     by_history: dict[tuple, float] = {}
     for history, gradient in zip(histories, gradients[0].tolist()):

@@ -53,12 +53,11 @@ def complete_traces(
         if not np.isfinite(arrays[name]).all():
             raise UserError(f"invalid {where}: {name} are not all finite")
     segments = arrays["segment_ids"]
-    wrong = segments[(segments < 0) | (segments > segments.shape[1])]
-    if set(dtypes) & {"prefix_ids", "answer_weights"} and wrong.size:
-        raise UserError(
-            f"invalid {where}: segment id {wrong[0]}; with config.posttrain.loss or config.attention.shared_prefixes,"
-            f" ids are 0 to the number of tokens, {segments.shape[1]}"
+    if set(dtypes) & {"prefix_ids", "answer_weights"}:
+        expected = (
+            "0 to the number of tokens with config.posttrain.loss or attention.shared_prefixes"
         )
+        check_range("segment id", segments, segments.shape[1] + 1, where, expected)
     if "prefix_ids" in dtypes:
         parents = arrays.get("prefix_ids", np.zeros_like(segments))
         (num_levels,) = dtypes["prefix_ids"].shape
