@@ -44,7 +44,8 @@ class Scripted:
         await asyncio.sleep(0)
         self.requests.append(request)
         text = self.answers[request.number]
-        tokens = np.array([*self.encoder.plain(text, ""), 3], np.int32)
+        # 0 is not in the text, so rendering the text again gives other tokens
+        tokens = np.array([0, *self.encoder.plain(text, ""), 3], np.int32)
         log_probs = -np.arange(1.0, len(tokens) + 1) - request.number
         experts = np.full((len(request.ids) + len(tokens) - 1, 1, 1), request.number)
         return Turn(tokens, log_probs, text, "stop", experts if self.with_experts else None)
@@ -68,7 +69,9 @@ def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
     decode = agents.encoder.tokenizer.decode
     sampled = [np.array(x["tokens"])[np.array(x["loss_mask"], bool)] for x in (first, second)]
     assert [decode(x).split() for x in sampled] == [["<tool_call>", "2", "<tool_call>"], ["8"]]
-    assert first["sampled_log_probs"] == [-1, -2, -2, -3, -4] and second["sampled_log_probs"] == [
+    assert first["sampled_log_probs"] == [-1, -2, -3, -2, -3, -4, -5] and second[
+        "sampled_log_probs"
+    ] == [
         -3,
         -4,
     ]
@@ -129,10 +132,10 @@ def test_branches_of_a_context_share_its_tokens_and_experts():
     contexts = asyncio.run(agent()).contexts
     assert len(contexts) == 2
     left, right = (x.tokens[x.sampled].tolist() for x in contexts)
-    assert left[:2] == right[:2] == [15, 3] and left != right
+    assert left[:3] == right[:3] == [0, 15, 3] and left != right
     lengths = [len(x.tokens) - 1 for x in contexts]
     assert [len(x.experts) for x in contexts] == lengths and sum(left[-1:]) == 3
-    num_first = int(np.flatnonzero(contexts[0].sampled)[1])
+    num_first = int(np.flatnonzero(contexts[0].sampled)[2])
     assert all((x.experts[:num_first] == 0).all() and x.experts[num_first:].all() for x in contexts)
 
 
