@@ -69,12 +69,8 @@ def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
     decode = agents.encoder.tokenizer.decode
     sampled = [np.array(x["tokens"])[np.array(x["loss_mask"], bool)] for x in (first, second)]
     assert [decode(x).split() for x in sampled] == [["<tool_call>", "2", "<tool_call>"], ["8"]]
-    assert first["sampled_log_probs"] == [-1, -2, -3, -2, -3, -4, -5] and second[
-        "sampled_log_probs"
-    ] == [
-        -3,
-        -4,
-    ]
+    assert first["sampled_log_probs"] == [-1, -2, -3, -2, -3, -4, -5]
+    assert records[1]["sampled_log_probs"] == [-3, -4, -5]
     requests = [x for x in sampler.requests if x.agent == 0]
     for request, record in zip(requests, (first, first, second)):  # each prompt is a prefix
         np.testing.assert_array_equal(request.ids, record["tokens"][: len(request.ids)])
