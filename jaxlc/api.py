@@ -234,6 +234,7 @@ def export(
     max_shard_gb: float = 5.0,
     adapters: bool = False,
     text_only: bool = False,
+    base: str = "",
     push_to_hub: str = "",
     public: bool = False,
 ) -> Path:
@@ -254,6 +255,8 @@ def export(
       text_only: write the language model alone, or adapters with its names. Otherwise, the tensors that were not
         trained, those of images and of multi-token prediction, are copied from the model that the run started from,
         with its config.json, processor and names, so that it opens as the same class of `transformers`.
+      base: of a run with precision.frozen=nf4: a Hugging Face directory or hub id of the model before quantization. The
+        adapters are merged into its weights. Empty: into the dequantized weights of training.
       push_to_hub: ORGANIZATION/NAME of a model of the Hugging Face hub. Whether you may write to it is checked before
         the export. Its content is replaced by that of `out`, with a model card, in one commit. Empty: none.
       public: a new model of the hub is public, instead of private.
@@ -276,6 +279,7 @@ def export(
         max_shard_gb=max_shard_gb,
         adapters=adapters,
         text_only=text_only,
+        base_model=base,
         load_params=lambda step: load(workdir, step=step, mesh={}).params,
     )
     if push_to_hub:

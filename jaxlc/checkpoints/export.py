@@ -27,6 +27,7 @@ from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
 from jaxlc.checkpoints.stored_checkpoints import read_evaluations
 from jaxlc.config import Config, from_dict
+from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.hub import is_model_id
@@ -41,6 +42,7 @@ from jaxlc.config.models.pretrained import (
     Pretrained,
     copy_file,
     eos_token_ids,
+    find_directory,
     locate,
     original_of,
     read_json,
@@ -62,7 +64,7 @@ from jaxlc.data.tokens.tokenizers import (
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import DTYPES as FILE_DTYPES
 from jaxlc.hf.files import Nf4Tensor, TensorFiles, TensorWriter
-from jaxlc.hf.load import Layout, language_tensors, layouts_of, paths_of
+from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, paths_of, read_shard
 from jaxlc.models import decoder
 from jaxlc.step.state import groups_of
 
@@ -222,6 +224,7 @@ def export(
     max_shard_gb: float,
     adapters: bool,
     text_only: bool,
+    base_model: str,
     load_params: Callable[[int], Any],
 ) -> Path:
     """Writes a checkpoint; see `jaxlc.export`.
@@ -237,6 +240,11 @@ def export(
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     meta = read_meta(directory, step)
     config = from_dict(meta["config"])
+    if base_model and (adapters or config.precision.frozen != "nf4"):
+        raise UserError(
+            f"base={base_model!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 rounded"
+            " in a merged export: remove it"
+        )
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
     size, record = config.model.vocab_size, None
@@ -276,9 +284,22 @@ def export(
                     )
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
                 shard_bytes = int(max_shard_gb * 1e9)
+                read_base = _matrices_of(base_model, config, family) if base_model else None
                 _write_weights(
-                    config, family, params, partial, DTYPES[dtype][0], shard_bytes, record or {}
+                    config,
+                    family,
+                    params,
+                    partial,
+                    DTYPES[dtype][0],
+                    shard_bytes,
+                    record or {},
+                    read_base,
                 )
+                if config.precision.frozen == "nf4":
+                    merged = f"weights of {base_model}" if base_model else "dequantized NF4 weights"
+                    print_to_stderr(
+                        f"note: the export has the {merged} with the adapters, rounded to {dtype}"
+                    )
             if target.is_dir():
                 target.rmdir()
             partial.rename(target)
@@ -418,16 +439,16 @@ def _write_weights(
     dtype: str,
     max_shard_bytes: int,
     record: Mapping[str, Any],
+    read_base: Callable[[str], np.ndarray] | None,
 ) -> None:
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
     tensors, after those of `record`.
+
+    Args:
+      read_base: see `_matrices_of`.
     """
     model = config.model
-    if config.precision.frozen == "nf4":
-        print_to_stderr(
-            f"note: the export has the dequantized NF4 weights of training with the adapters, rounded to {dtype}; if it"
-            " is quantized again, its weights differ from these"
-        )
+    from_base = quantized_matrices(model, config.lora, config.train) if read_base else {}
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")
@@ -451,11 +472,33 @@ def _write_weights(
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
+                if read_base and path in from_base:
+                    array = read_base(path)
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
                     merged = weight if adapter is None else adapter.merged(weight, place)
                     name = family.with_prefix(layout.name_at(place), prefix)
                     for region, part in layout.stored_parts(merged, place):
                         files.write(name, part, region)
+
+
+def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], np.ndarray]:
+    """Returns a function that reads a matrix, by its path in the parameter tree, from another model
+    with the layers of the run.
+
+    Raises:
+      UserError: there is no such model, or its tensors have other shapes.
+    """
+    model = config.model
+    abstract, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
+    directory = find_directory(base, "--base", with_weights=True)
+    files, layouts = open_files(directory, family, abstract, dims, model=model)
+    params = dict(paths_of(abstract))
+
+    def read(path: str) -> np.ndarray:
+        index = tuple((0, size, 1) for size in params[path].shape)
+        return read_shard(files, layouts[path], index, params[path])
+
+    return read
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

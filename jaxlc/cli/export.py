@@ -1,5 +1,5 @@
 """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
-       [--push_to_hub=ORGANIZATION/NAME]
+       [--base=MODEL] [--push_to_hub=ORGANIZATION/NAME]
 
 Writes the weights of a run as a Hugging Face directory, which transformers and other programs open.
 Of a model with images, or with layers of multi-token prediction, it copies the parts that were not
@@ -33,6 +33,8 @@ class Flags(VerbFlags):
     adapters: bool = False
     # write the language model alone, without the parts that were not trained
     text_only: bool = False
+    # a run with NF4: merge into the weights of this model, a directory or hub id, instead of the dequantized ones
+    base: str = ""
     # upload the export to this model of the Hugging Face hub, with a model card
     push_to_hub: str = ""
     public: bool = False  # push_to_hub: a new model is public, instead of private

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ class Server:
 
     config: Config
     stops: Stops
-    loaded: set[str] = field(default_factory=set)  # names of adapters
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer to a request, as JSON if it is; GET without a body. It is repeated while the

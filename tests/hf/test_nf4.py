@@ -12,6 +12,7 @@ import pytest
 import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
+from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
 from jaxlc.models.nf4 import is_nf4
 from jaxlc.sharding.mesh import make_mesh
@@ -93,6 +94,14 @@ def test_export_of_nf4_run_merges_into_dequantized_weights(saved, tmp_path, caps
     assert len(weights) == 7 * CONFIG["num_hidden_layers"]
     for name, weight in weights.items():
         np.testing.assert_array_equal(merged[name].astype(np.float32), weight)
+    jaxlc.export(tmp_path / "run", tmp_path / "on_base", base=str(saved[0]), dtype="fp32")
+    assert f"weights of {saved[0]} with the adapters" in capsys.readouterr().err
+    base, on_base = tensors_in(saved[0]), tensors_in(tmp_path / "on_base")
+    for name in weights:
+        np.testing.assert_array_equal(on_base[name], base[name].astype(np.float32))
+        assert (on_base[name] != merged[name].astype(np.float32)).any()
+    with pytest.raises(UserError, match="base=.* has no effect"):
+        jaxlc.export(tmp_path / "run", tmp_path / "no", adapters=True, base=str(saved[0]))
     jaxlc.export(tmp_path / "run", tmp_path / "adapters", adapters=True)
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(in_nf4)
