@@ -269,8 +269,9 @@ def export(
         raise UserError("public has no effect without push_to_hub: set it to ORGANIZATION/NAME")
     if push_to_hub:
         hub.prepare_push(push_to_hub, public=public)
+    workdir, out = local_path(workdir), local_path(out)
     start_runtime(RuntimeConfig(num_processes=1))
-    step = existing_step(local_path(workdir) / CHECKPOINTS_DIRECTORY, step)
+    step = existing_step(workdir / CHECKPOINTS_DIRECTORY, step)
     target = to_huggingface.export(
         workdir,
         out,
@@ -283,6 +284,6 @@ def export(
         load_params=lambda step: load(workdir, step=step, mesh={}).params,
     )
     if push_to_hub:
-        to_huggingface.write_model_card(target, local_path(workdir), step, push_to_hub)
+        to_huggingface.write_model_card(target, workdir, step, push_to_hub)
         hub.push(target, push_to_hub, f"Upload step {step} of a run of jaxlc")
     return target

@@ -39,6 +39,14 @@ OTHER_FLAGS = {
     "model_args",
     "gen_kwargs",
     "apply_chat_template",
+    # of vLLM
+    "max-model-len",
+    "logprobs-mode",
+    "enable-lora",
+    "max-lora-rank",
+    "max-loras",
+    "data-parallel-size",
+    "enable-return-routed-experts",
 }
 OTHER_NAMES = {
     "section.key",

@@ -26,8 +26,17 @@ class PosttrainConfig:
     # gradient; it weighs the gradient of the log-probability. reverse_kl: as dapo, but the advantage of a token is its
     # reference (teacher) minus its old log-probability.
     loss: Literal[
-        "", "dpo", "simpo", "kto", "apo_zero_unpaired", "grpo", "dapo", "dr_grpo", "cispo", "reverse_kl"
-    ] = ""  # fmt: skip
+        "",
+        "dpo",
+        "simpo",
+        "kto",
+        "apo_zero_unpaired",
+        "grpo",
+        "dapo",
+        "dr_grpo",
+        "cispo",
+        "reverse_kl",
+    ] = ""
     clip_low: From0Below1[float] = 0.2  # policy losses: ratios are clipped at 1 - clip_low
     clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
     # grpo, dapo, dr_grpo: the largest ratio also where the advantage is negative (two-sided clipping); 0: no limit
@@ -69,9 +78,9 @@ class PosttrainConfig:
     # dpo, simpo: probability that a pair is labeled the wrong way round
     label_smoothing: From0Below1[float] = 0.0
     target_margin: float = 0.5  # simpo: of the implicit rewards of the two answers (gamma)
-    # kto, apo_zero_unpaired: weights of the losses of answers whose label is true, and false
+    # kto, apo_zero_unpaired: weight of the losses of answers whose label is true
     desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    undesirable_weight: float = 1.0  # the same where the label is false
     # logits are divided by it before log-probabilities are computed, as in sampling
     temperature: Above0[float] = 1.0
     # traces without posttrain.loss: the loss is the KL divergence from a teacher instead of cross entropy, over this

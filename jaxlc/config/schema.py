@@ -264,9 +264,15 @@ class RuntimeConfig:
     expert_kernel: Literal["blocks", "mosaic"] = "blocks"
     # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal[
-        "default", "overlap", "pipelined", "double_buffered", "uncombined", "permute_cliques", "no_graphs",
+        "default",
+        "overlap",
+        "pipelined",
+        "double_buffered",
+        "uncombined",
+        "permute_cliques",
+        "no_graphs",
         "no_triton_gemm",
-    ] = "overlap"  # fmt: skip
+    ] = "overlap"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,6 @@ class Trace:
     log_probs: dict[str, np.ndarray] = field(default_factory=dict)
     # recorded experts, of `loader.experts_dtype` [n]; empty: they are not read
     experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-
     # of TEACHER, of each token in the loss: [n, posttrain.teacher_top_k]; empty: they are not read
     teacher: dict[str, np.ndarray] = field(default_factory=dict)
 

@@ -236,7 +236,7 @@ def test_lora_projection_of_transformers_leads_to_its_name():
         (["--push_to_hub"], "unknown flag --push_to_hub: unsupported: "),
         (
             ["--top_k=5"],
-            "unknown flag --top_k: unsupported: sampling has temperature and top_p only",
+            "unknown flag --top_k: unsupported in rollouts, whose importance weights need the probabilities",
         ),
         (
             ["--config=quickstart", "--config.optimizer=adamw"],

@@ -137,7 +137,7 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
         ),
         (
             ["--config=configs/quickstart.py:mini"],
-            "unknown variant 'mini': this config has no variants",
+            "unknown variant 'mini': expected one of code",
         ),
         (
             ["--config=configs/quickstart.py", "--wrokdir=x"],
