@@ -240,11 +240,7 @@ def export(
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     meta = read_meta(directory, step)
     config = from_dict(meta["config"])
-    if base_model and (adapters or config.precision.frozen != "nf4"):
-        raise UserError(
-            f"base={base_model!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 rounded"
-            " in a merged export: remove it"
-        )
+    _check_base(base_model, config, adapters)
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
     size, record = config.model.vocab_size, None
@@ -284,22 +280,8 @@ def export(
                     )
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
                 shard_bytes = int(max_shard_gb * 1e9)
-                read_base = _matrices_of(base_model, config, family) if base_model else None
-                _write_weights(
-                    config,
-                    family,
-                    params,
-                    partial,
-                    DTYPES[dtype][0],
-                    shard_bytes,
-                    record or {},
-                    read_base,
-                )
-                if config.precision.frozen == "nf4":
-                    merged = f"weights of {base_model}" if base_model else "dequantized NF4 weights"
-                    print_to_stderr(
-                        f"note: the export has the {merged} with the adapters, rounded to {dtype}"
-                    )
+                weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model
+                _write_weights(config, family, params, partial, *weights)
             if target.is_dir():
                 target.rmdir()
             partial.rename(target)
@@ -439,16 +421,20 @@ def _write_weights(
     dtype: str,
     max_shard_bytes: int,
     record: Mapping[str, Any],
-    read_base: Callable[[str], np.ndarray] | None,
+    base_model: str,
 ) -> None:
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
     tensors, after those of `record`.
 
     Args:
-      read_base: see `_matrices_of`.
+      base_model: has the matrices in NF4, before quantization; "": they are dequantized.
     """
     model = config.model
+    read_base = _matrices_of(base_model, config, family) if base_model else None
     from_base = quantized_matrices(model, config.lora, config.train) if read_base else {}
+    if config.precision.frozen == "nf4":
+        weights = f"weights of {base_model}" if base_model else "dequantized NF4 weights"
+        print_to_stderr(f"note: the export has the {weights} with the adapters, rounded to {dtype}")
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")
@@ -479,6 +465,14 @@ def _write_weights(
                     name = family.with_prefix(layout.name_at(place), prefix)
                     for region, part in layout.stored_parts(merged, place):
                         files.write(name, part, region)
+
+
+def _check_base(base: str, config: Config, adapters: bool) -> None:
+    if base and (adapters or config.precision.frozen != "nf4"):
+        raise UserError(
+            f"base={base!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 rounded in a"
+            " merged export: remove it"
+        )
 
 
 def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], np.ndarray]:
