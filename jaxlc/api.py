@@ -258,7 +258,7 @@ def export(
       base: of a run with precision.frozen=nf4: a Hugging Face directory or hub id of the model before quantization. The
         adapters are merged into its weights. Empty: into the dequantized weights of training.
       push_to_hub: ORGANIZATION/NAME of a model of the Hugging Face hub. Whether you may write to it is checked before
-        the export. Its content is replaced by that of `out`, with a model card, in one commit. Empty: none.
+        the export. The files of `out` and a model card replace its content in one commit. Empty: none.
       public: a new model of the hub is public, instead of private.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written, or a tensor

@@ -5,7 +5,7 @@ r"""GRPO of an agent with tools and compaction, contexts of up to 131,072 tokens
 
 The agent of this file adds numbers with a calculator that adds two of them at a time. When its history becomes long, a
 summary replaces it, and a new context begins; all contexts of an answer share its reward (docs/post_training.md).
-Replace `agent` and `reward` by your own. Losses and limits are those of configs/recipes/grpo_128k.py; the number of
+Replace `agent` and `reward` by your own. Losses and limits are as in configs/recipes/grpo_128k.py; the number of
 prompts and answers, the learning rate and the length of a turn are our choice.
 """
 

@@ -6,7 +6,7 @@ Variants: mini.
 
 The loss is the KL divergence of the student from the teacher over the teacher's 64 most probable
 next tokens and one bucket for all others (docs/post_training.md). Learning rate, steps and batch
-are those of sft_128k; the number of tokens is our choice. To train:
+are the same as in sft_128k; the number of tokens is our choice. To train:
 
     jaxlc logprobs meta-llama/Llama-3.1-70B-Instruct TRACES.jsonl DISTILL.jsonl --top_k=64
     jaxlc train --config=distill_128k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct \

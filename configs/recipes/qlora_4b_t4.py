@@ -4,7 +4,8 @@ Variants: mini.
     jaxlc train --config=qlora_4b_t4:mini       # the same features in miniature, on 1 simulated CPU device
     jaxlc plan --config=qlora_4b_t4 --topology=t4:1x1 --host_memory_gib=12
 
-Layer inputs stay on the GPU, so the small memory of the host does not limit the length. To train:
+Layer inputs stay on the GPU, so the small memory of the host does not limit the length. Other settings
+are the same as in configs/recipes/qlora_8b_24gb.py. To train:
 
     jaxlc train --config=qlora_4b_t4 --config.model.init_from=unsloth/Qwen3-4B-bnb-4bit \
       --config.data.sources=TEXTS
@@ -12,30 +13,20 @@ Layer inputs stay on the GPU, so the small memory of the host does not limit the
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import check_variant, defaults, shrink_for_cpu
+from jaxlc.config import check_variant, read_config
 
 VARIANTS = ("mini",)
 
 
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
-    config = defaults()
-    config.model.preset = "qwen3-8b"
-    if variant != "mini":  # Qwen3 4B
-        config.model.update(model_dim=2560, ffn_dim=9728, tie_embeddings=True)
-    config.precision.update(frozen="nf4", compute="fp16")  # it has no bf16 products
-    config.lora.rank = 16
-    config.runtime.update(topology="t4:1x1")
-    config.data.seq_len = 40_960
-    config.memory.update(remat="full", tile_tokens=4096)
-    config.optimizer.update(learning_rate=2e-4, warmup_steps=10)
-    config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
-    config.train.checkpoint_frozen = False
+    config = read_config("qlora_8b_24gb:mini" if variant == "mini" else "qlora_8b_24gb")
+    config.model.rope.update(scaling="none", factor=1.0, original_tokens=0)
+    config.precision.compute = "fp16"  # it has no bf16 products
+    config.memory.offload = ()
 
-    if variant == "mini":
-        shrink_for_cpu(config, simulated_devices=1)
-        config.memory.tile_tokens = 128
-        config.train.update(
-            steps=6, checkpoint_frozen=False, eval_every_steps=0, checkpoint_every_steps=3
-        )
+    if variant != "mini":
+        config.model.update(model_dim=2560, ffn_dim=9728, tie_embeddings=True)  # Qwen3 4B
+        config.runtime.topology = "t4:1x1"
+        config.data.seq_len = 40_960
     return config

@@ -26,9 +26,8 @@ class Flags(SamplingFlags):
     source: str  # workdir of a run, Hugging Face directory or hub id
     system: str = ""  # the system prompt
     max_tokens: From1[int] = 1024  # largest number of tokens of an answer
-    max_context: From1[int] = (
-        32_768  # largest number of tokens of the chat, for which the KV cache has memory
-    )
+    # largest number of tokens of the chat, for which the KV cache has memory
+    max_context: From1[int] = 32_768
 
 
 def main(argv: Sequence[str]) -> int:

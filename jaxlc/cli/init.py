@@ -1,7 +1,7 @@
 """usage: jaxlc init --config=RECIPE --model=MODEL --data=PATHS --topology=GPU:DOMAINSxGPUS
 [--config.SECTION.KEY=VALUE ...]
 
-Writes a config file for a model, data and GPUs, with a comment on each setting: those of the recipe, and mesh,
+Writes a config file for a model, data and GPUs, with a comment on each setting: the settings of the recipe, and mesh,
 attention strategy, microbatches and memory as `jaxlc recommend` finds them. Without --config, it is a config to
 train on texts.
 
@@ -25,6 +25,7 @@ from jaxlc.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(recommend.Flags):
+    model: str | None = None  # a preset, a Hugging Face directory or hub id; also with --config
     # files, directories or glob patterns, separated by commas; of traces or prompts for a recipe that trains on these
     data: str = ""
     out: str = "my_config.py"  # config file to write

@@ -105,6 +105,11 @@ def _score(command: ParsedCommand[Flags]) -> int:
         raise UserError(
             f"--experts needs a model with experts, and {flags.source} has none; remove it"
         )
+    if flags.top_k > run.config.model.vocab_size:
+        raise UserError(
+            f"--top_k={flags.top_k} is more than the {run.config.model.vocab_size} tokens of the model; use a smaller"
+            " number"
+        )
     # Processes must agree, also on file systems that show them different states of the file.
     num_stored = 0 if jax.process_index() else _num_records(out, header)
     num_done = int(broadcast_one_to_all(np.int32(num_stored)))

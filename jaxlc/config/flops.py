@@ -132,6 +132,23 @@ def quantized_matrices(
     return found
 
 
+def frozen_bytes(model: ModelConfig, lora: LoraConfig, train: TrainConfig, frozen: str) -> float:
+    """The bytes of the frozen matrices with this precision.frozen."""
+    num_frozen = num_frozen_params(model, lora, train)
+    if frozen != "nf4":
+        return FROZEN_BYTES[frozen] * num_frozen
+    matrices = quantized_matrices(model, lora, train)
+    num_quantized = sum(
+        len(layers) * matrix.size
+        for stack, layers in model.layer_stacks.items()
+        for path, matrix in matrices.items()
+        if path.startswith("/".join(stack) + "/")
+    )
+    return (
+        FROZEN_BYTES["bf16"] * (num_frozen - num_quantized) + FROZEN_BYTES[frozen] * num_quantized
+    )
+
+
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -7,7 +7,6 @@ from jaxlc.config.ranges import (
     Above0,
     Above0UpTo1,
     From0Below1,
-    From0UpTo1,
     From1,
     FromMinus1,
     ZeroOrAbove1,
@@ -147,13 +146,11 @@ class RolloutsConfig:
     # server: of an adapter for each version of the policy, which the server sees by the same path. Empty:
     # WORKDIR/adapters
     server_directory: str = ""
-    server_seconds: Above0[float] = (
-        600.0  # server: the run ends if a request has no answer in this time
-    )
+    # server: the run ends if a request has no answer in this time
+    server_seconds: Above0[float] = 600.0
     server_max_loras: int = 0  # server: its --max-loras, which it does not tell; at least lag + 2
-    server_data_parallel: From1[int] = (
-        1  # server: its --data-parallel-size, which it does not tell; must be 1
-    )
+    # server: its --data-parallel-size, which it does not tell; must be 1
+    server_data_parallel: From1[int] = 1
     # server: step s is trained on answers of the policy after step s - 1 - lag, or of the first one, so a step is
     # trained while the answers of later ones are made
     lag: int = 0
@@ -186,7 +183,7 @@ class RolloutsConfig:
     reward_retries: int = 1  # model: calls of the reward after one that has failed
     # model: the run ends if a larger share of the answers of a step has no reward, since the reward or the agent has
     # failed; otherwise those are counted and not trained on
-    max_failed: From0UpTo1[float] = 0.0
+    max_failed: From0Below1[float] = 0.0
     # files: traces with more training steps than this between policy_step and their use are left out. -1: no limit
     max_policy_age: FromMinus1[int] = -1
     # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the

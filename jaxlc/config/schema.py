@@ -279,7 +279,7 @@ class RuntimeConfig:
 class TrainConfig:
     """Steps, batch size, evaluation, checkpoints and logging."""
 
-    # number of optimizer steps, those of earlier runs in the same workdir included; or set tokens or epochs instead
+    # number of optimizer steps, including earlier runs in the same workdir; or set tokens or epochs instead
     steps: From1[int] = 100
     # the same in tokens, padding included, rounded up to whole steps, such as 1e9; 0: from steps or epochs
     tokens: int = 0
@@ -520,7 +520,7 @@ class DataConfig:
     # eval_sources: they are chats in this format, as chat_format of a source; only answers have a loss. Empty: text, or
     # chats in the format messages with eval_chat_field.
     eval_chat_format: Literal["", "messages", "sharegpt", "alpaca", "completion"] = ""
-    # eval_sources: field of records that holds a chat. Empty: that of eval_chat_format
+    # eval_sources: field of records that holds a chat. Empty: the usual field of eval_chat_format
     eval_chat_field: str = ""
     seed: int = 0  # random seed of the order of sequences
     cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored

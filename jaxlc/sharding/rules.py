@@ -409,16 +409,16 @@ class ShardingTable:
     """
 
     rows: tuple[ParameterSharding, ...]
+    num_params: int
     num_devices: int
 
     @property
     def totals(self) -> str:
         """One line: parameters, bytes, and bytes per device."""
-        num_params = sum(math.prod(row.shape) for row in self.rows)
         num_bytes = sum(row.num_bytes for row in self.rows)
         device_bytes = sum(row.bytes_per_device for row in self.rows)
         return (
-            f"{num_params:,} parameters, {num_bytes:,} bytes; {device_bytes:,} bytes per device"
+            f"{self.num_params:,} parameters, {num_bytes:,} bytes; {device_bytes:,} bytes per device"
             f" ({device_bytes / num_bytes:.1%}) on a mesh of {count_text(self.num_devices, 'device')}"
         )
 
@@ -465,7 +465,16 @@ def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
         )
 
     jax.tree_util.tree_map_with_path(add_row, abstract_params, dims)
-    return ShardingTable(rows=tuple(rows), num_devices=mesh.size)
+    num_params = num_entries(abstract_params)
+    return ShardingTable(rows=tuple(rows), num_params=num_params, num_devices=mesh.size)
+
+
+def num_entries(params) -> int:
+    """The number of parameters of a tree of arrays, or of weights that have a shape and are stored as
+    other arrays, such as those in NF4.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "shape"))
+    return sum(math.prod(x.shape) for x in leaves)
 
 
 def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:

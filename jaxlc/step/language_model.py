@@ -27,6 +27,7 @@ from jaxlc.models.kinds import tables_of_kinds
 from jaxlc.models.rope import TablesOfKinds
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.document_layout import natural_order
+from jaxlc.sharding.rules import num_entries
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.loss import loss_chunk_tokens
 from jaxlc.step.step import TrainStep
@@ -228,7 +229,7 @@ class LanguageModel:
         return float(self._token_losses(padded).mean(dtype=np.float64))
 
     def __repr__(self) -> str:
-        num_parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        num_parameters = num_entries(self.params)
         methods = "logits, token_losses, loss, hidden_states"
         return f"LanguageModel({num_parameters:,} parameters on {mesh_text(self.mesh.shape)}; methods: {methods})"
 

@@ -40,7 +40,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig, TrainConfig
-from jaxlc.config.flops import FROZEN_BYTES, num_adapter_params, num_frozen_params, num_params
+from jaxlc.config.flops import frozen_bytes, num_adapter_params, num_frozen_params, num_params
 from jaxlc.core import hardware, scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
 from jaxlc.core.errors import UserError
@@ -67,11 +67,13 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
     if device is None:
         return _SMALLEST
     parameters_on_device = config.memory.parameters == "device"
-    num_frozen = num_frozen_params(config.model, config.lora, config.train)
+    parts = config.model, config.lora, config.train
     state_bytes = (8 * parameters_on_device + 8 * (config.memory.optimizer == "device")) * (
-        num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
+        num_params(config.model)
+        - num_frozen_params(*parts)
+        + num_adapter_params(config.model, config.lora)
     )
-    state_bytes += parameters_on_device * FROZEN_BYTES[config.precision.frozen] * num_frozen
+    state_bytes += parameters_on_device * frozen_bytes(*parts, config.precision.frozen)
     num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
     free_bytes = device.memory_bytes - state_bytes / num_shards
     bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]

@@ -1,7 +1,7 @@
 """Texts that a run generates during training, for prompts that stay the same: train.sample_prompts.
 
-The sampler is that of rollouts. It reads the parameters of the training state, without a copy; its KV cache exists
-between two steps only.
+The sampler is the same as for rollouts. It reads the parameters of the training state, without a copy; its KV cache
+exists between two steps only.
 """
 
 import json

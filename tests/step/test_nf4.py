@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlc.config.flops import frozen_bytes
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.models.nf4 import is_nf4
@@ -99,6 +100,14 @@ def test_state_bytes_of_nf4_are_those_of_codes_and_scales():
     sharded = entries // 2 + entries // 64 + 2 * 2 * 61 * 128  # and vocabulary in bf16
     norms, maxima, offsets = 3 * 2 * 128 + 128, 3 * (2 * 2 + 5), 3 * 7  # float32
     assert state_bytes(config).frozen == sharded // 2 + 4 * (norms + maxima + offsets)
+    matrices = entries * (1 / 2 + 1 / 64 + 4 / 64 / 256) + 2 * 2 * 61 * 128
+    parts = config.model, config.lora, config.train
+    assert frozen_bytes(*parts, "nf4") == pytest.approx(matrices, rel=1e-12)
+
+
+def test_parameters_are_counted_as_those_of_dequantized_weights():
+    counts = [nf4_step(frozen).sharding_table.num_params for frozen in ("nf4", "bf16")]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

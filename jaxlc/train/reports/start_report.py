@@ -19,6 +19,7 @@ from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import lora
+from jaxlc.sharding.rules import num_entries
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 from jaxlc.step.update import learning_rate_schedule
@@ -65,8 +66,7 @@ def _model_lines(step: TrainStep) -> list[str]:
     """The name of the model, its parameters and its RoPE."""
     config, params = step.config, step.abstract_state.params
     num_trained, num_params = (
-        sum(x.size for x in jax.tree.leaves(tree))
-        for tree in (lora.split(params, step.frozen)[0], params)
+        num_entries(tree) for tree in (lora.split(params, step.frozen)[0], params)
     )
     counts = f"{count_text(num_params, 'parameter')}, all trained"
     if step.frozen:
