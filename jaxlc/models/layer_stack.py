@@ -83,12 +83,17 @@ class DecoderLayer(nnx.Module):
             )
 
         mixers = {
-            layer.mixers[0]: mixer(layer, keys, fp8, lora) for mixer, layer in mixers_alone(model)
+            layer.mixers[0]: mixer(layer, keys, fp8, lora)  # pyrefly: ignore[missing-argument]
+            for mixer, layer in mixers_alone(model)
         }
         self.attention = nnx.Dict(mixers) if len(mixers) > 1 else next(iter(mixers.values()), None)
         self.mixer_names = model.mixers
-        has_mlp = model.feed_forward != Absent.name
-        self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora) if has_mlp else None
+        feed_forward = None
+        if model.feed_forward != Absent.name:
+            feed_forward = FEED_FORWARDS[model.feed_forward](  # pyrefly: ignore[missing-argument]
+                model, keys, fp8, lora
+            )
+        self.mlp = feed_forward
         self.attention_norm = norm(self.attention, "pre", "pre_and_post")
         self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")

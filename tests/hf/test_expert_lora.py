@@ -68,7 +68,7 @@ class _Run:
         base.
         """
         shutil.copytree(self.base, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-        _write_weights(self.config, self.family, params or self, directory, "F32", 10**9, {})
+        _write_weights(self.config, self.family, params or self, directory, "F32", 10**9, {}, "")
         return directory
 
     def merged(self):

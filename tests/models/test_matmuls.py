@@ -143,9 +143,13 @@ def hidden_layer_by_layer(params, recipes):
             DecoderLayer(MODEL.of_kind("full"), InitKeys(jax.random.key(0)), fp8)
         )
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
-        how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
-        how["attend"] = lambda mixed: [small.dense_attend(*mixed[0])]
-        (x_BTD, _), _ = layer(x_BTD, LayerTokens(positions_BT), **how)
+        (x_BTD, _), _ = layer(
+            x_BTD,
+            LayerTokens(positions_BT),
+            shard=Sharder(small.small_mesh()),
+            tables=rope_tables(MODEL, "full", small.T),
+            attend=lambda mixed: [small.dense_attend(*mixed[0])],
+        )
     return x_BTD
 
 
