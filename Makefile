@@ -23,9 +23,10 @@ plan: $(READY) $(VENV)/.ready-plan  ## plan configs/256k.py for 64 H100s, withou
 notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their outputs
 	$(VENV)/bin/python scripts/run_notebooks.py $(ARGS)
 
-docs: $(READY) .venv-docs/.ready  ## build the documentation site in build/site; broken links are errors
+docs: $(READY) .venv-docs/.ready  ## build the documentation site in build/site; broken links and layouts are errors
 	$(VENV)/bin/python -m benchmarks.site build/pages
 	.venv-docs/bin/zensical build --strict
+	$(VENV)/bin/python -m benchmarks.site.layout build/site
 
 reference: $(READY)  ## write the generated parts of docs/: settings, plan fields, supported features, public API
 	$(VENV)/bin/python -m benchmarks.site --reference

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxlc
-from benchmarks.site import links, notebook_page, pages, reference
+from benchmarks.site import layout, links, notebook_page, pages, reference
 from jaxlc.config.frozen import SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +132,35 @@ def test_plan_field_without_comment_raises(monkeypatch):
     monkeypatch.setitem(reference._RECORDS, "ring", Undocumented)
     with pytest.raises(ValueError, match="seconds of Undocumented has no comment"):
         reference.plan_fields()
+
+
+def test_layout_faults_are_found_at_the_width_where_they_occur(tmp_path):
+    browser = layout.find_browser()
+    if browser is None:
+        pytest.skip("Chromium is not installed")
+    long = "x" * 70  # wider than a phone
+    table = f"<table><tr><td><code>{long}</code></td></tr></table>"
+    shadow = "overflow-x: auto; background: linear-gradient(red, blue)"
+    button = '<button style="position: absolute; right: 0; top: 0; width: 40px; height: 20px">'
+    code = f'<code style="display: block; {shadow}">{long}</code>'
+    bodies = {
+        "good": f'<div class="md-typeset__scrollwrap" style="{shadow}">{table}</div>',
+        "no_mark": f'<div class="md-typeset__scrollwrap" style="overflow-x: auto">{table}</div>',
+        "wide": table,
+        "broken": "<table><tr><td><code>model.layer-<br>kinds</code></td></tr></table>",
+        "button": f'<pre style="position: relative">{code}{button}</pre>',
+    }
+    paths = [tmp_path / f"{name}.html" for name in bodies]
+    for path, body in zip(paths, bodies.values(), strict=True):
+        path.write_text(f'<!doctype html><div class="md-content">{body}</div>')
+    found = list(layout.faults(paths, browser))
+    by_page = [(line.split(".")[0], line.split()[2], line.split(": ")[1]) for line in found]
+    phone, screen = str(min(layout.WIDTHS)), str(max(layout.WIDTHS))
+    assert by_page[1][2].startswith("the page is ")
+    assert by_page[:1] + by_page[2:] == [
+        ("no_mark", phone, "no mark that it scrolls"),
+        ("wide", phone, "does not scroll"),
+        ("broken", screen, "a name has a line break"),
+        ("broken", phone, "a name has a line break"),
+        ("button", phone, "a button covers code"),
+    ]
