@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.broken_ring import broken_ring
 from jaxlc.config import ModelConfig
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
-from jaxlc.config.ranges import From1
+from jaxlc.config.values import From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
-from jaxlc.data.texts.phone_book import retrieval_prompt
+from jaxlc.data.texts.sources import retrieval_prompt
 from jaxlc.runtime.start import start
 from jaxlc.search.measure import environment_info
 

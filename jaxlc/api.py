@@ -14,7 +14,7 @@ from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
 from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.config.models import hub
-from jaxlc.config.ranges import range_problems
+from jaxlc.config.values import range_problems
 from jaxlc.core.errors import UserError, checked, raise_first
 from jaxlc.core.files import local_path
 from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory

@@ -162,7 +162,7 @@ def differences(expected: Path, actual: Path, step: int) -> list[str]:
     """The differences of two work directories: metrics without timings, and arrays of the
     checkpoint of `step`.
     """
-    from jaxlc.checkpoints.stored_checkpoints import arrays_of
+    from jaxlc.checkpoints.files import arrays_of
 
     problems = []
     rows, other_rows = _rows(expected), _rows(actual)

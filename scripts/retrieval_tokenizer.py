@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxlc.data.texts.phone_book import FILLERS, NAMES
+from jaxlc.data.texts.sources import FILLERS, NAMES
 
 _UNKNOWN, _END = "<|unknown|>", "<|endoftext|>"
 

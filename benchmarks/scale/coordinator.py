@@ -19,7 +19,7 @@ from typing import Any
 from jax._src.lib import _jax
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.preflight.facts import read_facts
+from jaxlc.preflight.findings import read_facts
 from jaxlc.runtime import rendezvous
 from jaxlc.runtime.rendezvous import Member
 from jaxlc.runtime.watchdog import Row

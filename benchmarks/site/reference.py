@@ -17,9 +17,8 @@ from jaxlc.config.command_line import (
     settings_of,
 )
 from jaxlc.hlo.memory_dump import Launches, LiveTensor
-from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
-from jaxlc.plan.program import CollectiveStats, Ring
+from jaxlc.plan.program import CollectiveStats, Memory, Ring
 from jaxlc.plan.report import DERIVED_MEMORY, Change, PlanRecord
 from jaxlc.plan.result import StagePlan, StagesPlan
 from jaxlc.simulate.timeline import LayerEvent, Prediction

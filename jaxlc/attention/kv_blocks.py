@@ -35,8 +35,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
-from jaxlc.attention.merge import merge
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    Kernel,
+    KeyRanges,
+    QueryResults,
+    TreeRanges,
+    merge,
+)
 from jaxlc.attention.strategies.window_exchange import WindowKeys, num_extended_keys
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks

@@ -121,7 +121,7 @@ def states_of_groups(
 
     Args:
       maps: of all groups of this rank, arrays [G, B, ...].
-      fragment_GB: of `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
+      fragment_GB: of `sharded_recurrence.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
     """
     return _states_of_groups(maps, fragment_GB, ranks, num_fragments)
 

@@ -21,11 +21,11 @@ from jaxlc.checkpoints.files import (
     CHECKPOINTS_DIRECTORY,
     committed_steps,
     existing_step,
+    read_evaluations,
     read_meta,
 )
 from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
-from jaxlc.checkpoints.stored_checkpoints import read_evaluations
 from jaxlc.config import Config, from_dict
 from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.models.config_json import config_json_of, family_of

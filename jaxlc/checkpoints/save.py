@@ -27,18 +27,21 @@ from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.files import (
     DIGEST,
+    EVALUATIONS_FILE,
     UNREADABLE,
+    Evaluations,
     Summary,
     committed_steps,
     digest_of,
     first_words,
     keys_as_words,
     nonfinite_param,
+    policy_of,
+    remove,
     summaries_of,
     words_as_keys,
 )
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
-from jaxlc.checkpoints.stored_checkpoints import EVALUATIONS_FILE, Evaluations, policy_of, remove
 from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.core.interrupts import call_within

@@ -15,7 +15,7 @@ from typing import ClassVar
 import jaxlc
 from jaxlc.cli.flags import SamplingFlags, mesh_sizes, sampling_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.config.ranges import From1
+from jaxlc.config.values import From1
 from jaxlc.core.errors import UserError
 
 

@@ -57,8 +57,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
 
 
 def _list(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.files import existing_step
-    from jaxlc.checkpoints.stored_checkpoints import leftovers, stored_checkpoints
+    from jaxlc.checkpoints.files import existing_step, leftovers, stored_checkpoints
 
     unfinished = leftovers(directory)
     if not unfinished:
@@ -85,8 +84,7 @@ def _list(directory: Path, flags: Flags) -> int:
 
 
 def _verify(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.files import committed_steps, existing_step
-    from jaxlc.checkpoints.stored_checkpoints import problem_of
+    from jaxlc.checkpoints.files import committed_steps, existing_step, problem_of
 
     existing_step(directory, None)
     num_damaged = 0
@@ -99,8 +97,7 @@ def _verify(directory: Path, flags: Flags) -> int:
 
 
 def _remove(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.files import committed_steps, existing_step
-    from jaxlc.checkpoints.stored_checkpoints import leftovers, no_run_in, remove
+    from jaxlc.checkpoints.files import committed_steps, existing_step, leftovers, no_run_in, remove
 
     if not flags.steps and not flags.incomplete:
         raise UserError(

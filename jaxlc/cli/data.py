@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
-from jaxlc.config.ranges import From1
+from jaxlc.config.values import From1
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing

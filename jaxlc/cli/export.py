@@ -16,7 +16,7 @@ import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
-from jaxlc.config.ranges import Above0
+from jaxlc.config.values import Above0
 from jaxlc.core.text import progress_lines
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags, VerbFlags
-from jaxlc.config.ranges import Above0, Above0UpTo1, From1
 from jaxlc.config.settings import hint_at
+from jaxlc.config.values import Above0, Above0UpTo1, From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
 from jaxlc.core.text import progress_lines

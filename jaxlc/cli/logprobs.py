@@ -22,7 +22,7 @@ import numpy as np
 import jaxlc
 from jaxlc.cli.flags import import_jax, mesh_sizes
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.config.ranges import Above0
+from jaxlc.config.values import Above0
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import (
     difference,

@@ -21,8 +21,8 @@ from jaxlc.config import load_stages, read_config, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.files import base_config, set_model
 from jaxlc.config.frozen import Stage
-from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
+from jaxlc.config.values import Above0, From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines

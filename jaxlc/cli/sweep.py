@@ -19,9 +19,8 @@ from jaxlc.cli.flags import TargetFlags, start_on_cpu, target_topology
 from jaxlc.config import Config
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.models.model_schema import model_name
-from jaxlc.config.ranges import From1
 from jaxlc.config.settings import hint_at
-from jaxlc.config.values import Tokens, typed
+from jaxlc.config.values import From1, Tokens, typed
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path

@@ -27,9 +27,15 @@ from jaxlc.config.files import read_config, shipped_configs, unset_shape
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, Stage, StageConfig
 from jaxlc.config.loading import load_stages
 from jaxlc.config.other_names import meaning_of
-from jaxlc.config.ranges import out_of_range
 from jaxlc.config.settings import Settings, advice_for, fields_of, hint_at, is_part, item_of, joined
-from jaxlc.config.values import as_argument, defaults_of, describe_type, invalid_value, typed
+from jaxlc.config.values import (
+    as_argument,
+    defaults_of,
+    describe_type,
+    invalid_value,
+    out_of_range,
+    typed,
+)
 from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.files import local_path

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import (
+from jaxlc.config.values import (
     Above0,
     Above0UpTo1,
     From0Below1,

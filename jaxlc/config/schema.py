@@ -9,7 +9,8 @@ The section `model` is in `model_schema`.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxlc.config.ranges import (
+from jaxlc.config.rollouts_schema import PosttrainConfig, RolloutsConfig
+from jaxlc.config.values import (
     Above0,
     Above0UpTo1,
     Above1,
@@ -18,10 +19,10 @@ from jaxlc.config.ranges import (
     From0UpTo1,
     From1,
     FromMinus1,
+    Levels,
+    Tokens,
     ZeroOrAbove1,
 )
-from jaxlc.config.rollouts_schema import PosttrainConfig, RolloutsConfig
-from jaxlc.config.values import Levels, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,13 @@ from jaxlc.data.texts.documents import (
     INVALID_DOCUMENTS,
     Fields,
 )
-from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
-from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
+from jaxlc.data.texts.sources import (
+    PHONE_BOOK,
+    PYTHON_STDLIB,
+    SourceFile,
+    list_files,
+    phone_book_file,
+)
 from jaxlc.data.tokens.store import TokenStore, open_store
 from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of

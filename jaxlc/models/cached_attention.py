@@ -14,10 +14,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import contract
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges, prepared
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    Kernel,
+    KeyRanges,
+    merge,
+    merge_parts,
+    prepared,
+)
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
-from jaxlc.attention.merge import merge, merge_parts
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig

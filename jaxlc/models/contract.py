@@ -135,7 +135,7 @@ class BatchTokens(NamedTuple):
     # [B, T, D]: the segments that a token's segment continues; see `key_ranges.TokenInfo`. None: no
     # segment continues another one
     prefixes_BTD: jax.Array | None = None
-    # of per-document sharding with chains; see `document_fragments.group_table`
+    # of per-document sharding with chains; see `sharded_recurrence.group_table`
     fragments_BT: jax.Array | None = None
 
 

@@ -31,7 +31,7 @@ from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
-from jaxlc.config.kinds.recurrent import RecurrentWidths
+from jaxlc.config.kinds.contract import RecurrentWidths
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, weight

@@ -24,8 +24,7 @@ from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, FAINT, GRAY, RED, SILVER, SKY, TEAL, VIOLET
 from jaxlc.core.text import count_text, gib
-from jaxlc.plan.memory import Memory
-from jaxlc.plan.program import CollectiveStats
+from jaxlc.plan.program import CollectiveStats, Memory
 from jaxlc.plan.report import step_text
 from jaxlc.simulate.interval import seconds_text, two_digits
 from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LayerEvent, Prediction

@@ -21,9 +21,8 @@ from jaxlc.core.text import count_text, details, gib, preformatted
 from jaxlc.generation.generate_text import GenerationMemory
 from jaxlc.hlo.memory_dump import Launches
 from jaxlc.hlo.parser import label
-from jaxlc.plan.memory import USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
-from jaxlc.plan.program import CollectiveStats, Ring
+from jaxlc.plan.program import USABLE_SHARE, CollectiveStats, Memory, Ring
 from jaxlc.runtime.memory import STAGING_BYTES
 from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
 from jaxlc.simulate.timeline import LayerEvent, Prediction

@@ -22,8 +22,14 @@ from jaxlc.config import check_num_devices
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import LockHeld, local_path, locked, make_writable
-from jaxlc.preflight.facts import Facts, read_facts, with_visible_gpus
-from jaxlc.preflight.findings import findings, needs_of, table_lines
+from jaxlc.preflight.findings import (
+    Facts,
+    findings,
+    needs_of,
+    read_facts,
+    table_lines,
+    with_visible_gpus,
+)
 from jaxlc.runtime.start import start_training
 from jaxlc.runtime.watchdog import text_of_process_0, wait_for_processes
 from jaxlc.step.memory import pinned_bytes

@@ -30,7 +30,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.core.text import gib
 
-# The share of host memory that the pools of all its GPUs may use; plan/memory.py uses it too.
+# The share of host memory that the pools of all its GPUs may use; plan/program.py uses it too.
 HOST_SHARE = 0.9
 
 _FORCE = "TF_FORCE_UNIFIED_MEMORY"

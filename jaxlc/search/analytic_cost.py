@@ -24,7 +24,7 @@ from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
-from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
+from jaxlc.plan.program import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
 from jaxlc.runtime.memory import host_pool_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline

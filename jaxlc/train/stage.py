@@ -12,15 +12,18 @@ from typing import Any
 
 import jax
 
-from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_saves
-from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
-from jaxlc.checkpoints.stored_checkpoints import (
+from jaxlc.checkpoints.files import (
+    CHECKPOINTS_DIRECTORY,
     EVAL_LOSS,
     EVALUATED,
     HELDOUT_REWARD,
     LOCK_FILE,
     SCORES,
+    TEMPORARY,
+    committed_steps,
+    quiet_saves,
 )
+from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import (

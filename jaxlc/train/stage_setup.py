@@ -18,7 +18,15 @@ from pathlib import Path
 
 import jax
 
-from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.checkpoints.files import (
+    BASE,
+    CHECKPOINTS_DIRECTORY,
+    EVAL_LOSS,
+    HELDOUT_REWARD,
+    SCORES,
+    committed_steps,
+    read_meta,
+)
 from jaxlc.checkpoints.pretrained import (
     check_pretrained,
     keep_description,
@@ -28,7 +36,6 @@ from jaxlc.checkpoints.pretrained import (
 )
 from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, HELDOUT_REWARD, SCORES
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning

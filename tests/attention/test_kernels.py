@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.support_table import cpu_kernels
-from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults, merge
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.merge import merge
 from tests.attention.cases import assert_rows_match, inputs, ranges, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlc.attention.merge import merge
+from jaxlc.attention.contract import merge
 
 
 def _parts(lse_a, lse_b):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxlc.checkpoints.stored_checkpoints import EVALUATIONS_FILE, LOCK_FILE, problem_of
+from jaxlc.checkpoints.files import EVALUATIONS_FILE, LOCK_FILE, problem_of
 from jaxlc.cli.checkpoint import main
 from jaxlc.core.files import locked
 from tests.checkpoints import test_checkpoint as checkpoints

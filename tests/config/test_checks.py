@@ -9,7 +9,7 @@ from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, defaul
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.command_line import parse
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.ranges import ranges_of
+from jaxlc.config.values import ranges_of
 from jaxlc.core.errors import UserError
 from tests.advice import changed, rejected
 

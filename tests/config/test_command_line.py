@@ -20,9 +20,8 @@ from jaxlc.config.command_line import (
     settings_help,
 )
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import fields_of
-from jaxlc.config.values import Tokens
+from jaxlc.config.values import Above0, From1, Tokens
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
-from jaxlc.data.texts.phone_book import FILLERS, NAMES, phone_book_documents, retrieval_prompt
+from jaxlc.data.texts.sources import FILLERS, NAMES, phone_book_documents, retrieval_prompt
 from tests.data.corpora import make_config
 
 ROOT = Path(__file__).parents[2]

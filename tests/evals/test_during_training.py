@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxlc.checkpoints.stored_checkpoints import arrays_of, read_evaluations
+from jaxlc.checkpoints.files import arrays_of, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.predictions import read_scores

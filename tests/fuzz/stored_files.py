@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlc.checkpoints.files import DIGEST, digest_of
-from jaxlc.checkpoints.stored_checkpoints import problem_of
+from jaxlc.checkpoints.files import DIGEST, digest_of, problem_of
 from jaxlc.config import defaults, from_dict, load, to_dict
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.config.schema import DataConfig

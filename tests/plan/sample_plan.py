@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxlc.plan.memory import Memory
-from jaxlc.plan.program import Ring
+from jaxlc.plan.program import Memory, Ring
 from jaxlc.plan.result import Plan
 from jaxlc.simulate.timeline import Prediction
 from tests.plan.test_memory import GIB, MEMORY

@@ -8,7 +8,7 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.hlo import analyze, parse
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import Dump, LiveTensor, maker, read
-from jaxlc.plan.memory import Memory, nccl_bytes, unified_host_bytes, workspace_bytes
+from jaxlc.plan.program import Memory, nccl_bytes, unified_host_bytes, workspace_bytes
 from jaxlc.simulate.topology import topology
 from tests.hlo.snippets import RING
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
-from jaxlc.attention.merge import merge
+from jaxlc.attention.contract import merge
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device

@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[2]
 _WITH_FAULTS = """
 import sys, types, time
 from jaxlc.cli import preflight as program
-from jaxlc.preflight import check, facts
+from jaxlc.preflight import check, findings
 from jaxlc.runtime import peers
 from jaxlc.train import stragglers
 
 check._VISIBLE_SECONDS = 0.0
 if "--config.runtime.process_id=1" in sys.argv:
-    versions, device_times = facts.versions, stragglers.device_times
-    facts.versions = lambda driver: versions(driver) | {"NCCL": "2.18.1"}
-    facts.free_host_bytes = lambda: 2**20
+    versions, device_times = findings.versions, stragglers.device_times
+    findings.versions = lambda driver: versions(driver) | {"NCCL": "2.18.1"}
+    findings.free_host_bytes = lambda: 2**20
     late = dict(time=lambda: time.time() + 60)
     check.time = types.SimpleNamespace(**vars(time) | late)
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from jaxlc.core.hardware import find
-from jaxlc.preflight.facts import Facts
-from jaxlc.preflight.findings import Needs, findings, table_lines
+from jaxlc.preflight.findings import Facts, Needs, findings, table_lines
 
 GIB = 2**30
 GPU_BYTES = find("h100").memory_bytes

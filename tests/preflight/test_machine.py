@@ -14,15 +14,15 @@ import pytest
 
 from jaxlc.config import defaults, load
 from jaxlc.preflight import check as shared_directory
-from jaxlc.preflight import facts
-from jaxlc.preflight.facts import (
+from jaxlc.preflight import findings
+from jaxlc.preflight.findings import (
     Facts,
     free_host_bytes,
     may_lock_memory,
+    needs_of,
     read_facts,
     with_visible_gpus,
 )
-from jaxlc.preflight.findings import needs_of
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.step.memory import pinned_bytes
 
@@ -98,7 +98,7 @@ def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
         and own.host_bytes > 0
     )
     rows = [[str(index), f"GPU-{index}a", "81559", "81000", "570.86.15"] for index in range(4)]
-    monkeypatch.setattr(facts, "query_gpus", lambda *fields: rows)
+    monkeypatch.setattr(findings, "query_gpus", lambda *fields: rows)
     own = read_facts()
     assert own.versions["driver"] == "570.86.15" and own.gpu_free_bytes == [81000 * 2**20] * 4
     assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "1,3"}).gpu_uuids == ["GPU-1a", "GPU-3a"]

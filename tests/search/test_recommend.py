@@ -20,7 +20,7 @@ from jaxlc.config.files import base_config, set_model
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.plan import result as plan_result
-from jaxlc.plan.memory import host_pools_per_node_bytes
+from jaxlc.plan.program import host_pools_per_node_bytes
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.search import ranking, recommendation, runner, space
 from jaxlc.search.analytic_cost import Estimate, Layout, Rates

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.checkpoints.files import committed_steps
-from jaxlc.checkpoints.stored_checkpoints import Evaluations, read_evaluations
+from jaxlc.checkpoints.files import Evaluations, committed_steps, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.evaluate_run import NamedScore

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.files import committed_steps
-from jaxlc.checkpoints.stored_checkpoints import arrays_of, read_evaluations
+from jaxlc.checkpoints.files import arrays_of, committed_steps, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop

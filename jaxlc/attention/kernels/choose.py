@@ -6,7 +6,7 @@ so that a prefix is computed and stored once. In a tree, documents (branches) co
 which may continue another one: the first call computes all of them as documents of a packed
 sequence. There is one more call for each level of prefixes: the product of the keys of the prefixes
 at this level and the queries of all branches under them, in which nothing is masked. The results
-merge exactly (merge.py). The backward of all calls takes out and lse over all keys.
+merge exactly (`contract.merge`). The backward of all calls takes out and lse over all keys.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxlc.attention.contract import (
     QueryResults,
     TreeRanges,
     calls_of,
+    merge,
     prepared,
 )
 from jaxlc.attention.kernels import blockwise, cudnn, mosaic, pallas, reference
-from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported, UserError
 

@@ -81,7 +81,7 @@ def recurrence_in_groups(
 
     Args:
       groups: arrays [G, B, g, ...].
-      fragment_GB, num_fragments: of `document_fragments.GroupTable`.
+      fragment_GB, num_fragments: of `sharded_recurrence.GroupTable`.
     """
     in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
     maps, reads = in_groups(jax.checkpoint(functools.partial(map_and_reads, rule=rule)), groups)

@@ -30,11 +30,11 @@ from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, affine_map, outputs
 from jaxlc.attention.recurrence.convolution import Tail, tails_before
-from jaxlc.attention.recurrence.document_fragments import rows_at
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
     Operands,
     filtered,
+    rows_at,
     unit_lengths,
 )
 from jaxlc.attention.recurrence.sharded_rule import groups_of

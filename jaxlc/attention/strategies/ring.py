@@ -44,10 +44,10 @@ from jaxlc.attention.contract import (
     Kernel,
     QueryResults,
     calls_of,
+    merge,
     prepared,
 )
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
-from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import window_exchange
 from jaxlc.attention.strategies.strategy import Expansion, ShardedQKV, attention_vjp
 from jaxlc.core import scopes

@@ -35,7 +35,6 @@ from jaxlc.config.checks.stage_checks import training_problems
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.model_schema import rope_problems
-from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
@@ -44,6 +43,7 @@ from jaxlc.config.schema import (
     RolloutsConfig,
     SourceConfig,
 )
+from jaxlc.config.values import range_problems
 from jaxlc.core.errors import UserError, raise_all, raise_first
 from jaxlc.core.text import nearest_name
 

@@ -19,9 +19,8 @@ from jaxlc.config.kinds import (
 from jaxlc.config.kinds.contract import HasLimits, HasOwnSettings
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
-from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import MATMUL_NAMES, LoraConfig, PrecisionConfig
-from jaxlc.config.values import as_argument, defaults_of, flattened, invalid_value
+from jaxlc.config.values import as_argument, defaults_of, flattened, invalid_value, range_problems
 
 
 def layer_problems(config: Config) -> Iterator[str]:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.frozen import RUN_LENGTHS, Config, Stage, StageConfig, merged_settings
-from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
-from jaxlc.config.values import SettingError, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, range_problems, typed
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.text import did_you_mean, nearest_name
 

@@ -15,8 +15,8 @@ from jaxlc.config.kinds.contract import (
     Mixer,
     MixingFlops,
 )
-from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import RunConfig
+from jaxlc.config.values import Above0, From1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,14 @@ Tensors: transformers, models/qwen3_5.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
-from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
+from jaxlc.config.kinds.contract import (
+    PROJECTIONS,
+    Layer,
+    LayerTensor,
+    Matrix,
+    RecurrentKind,
+    RecurrentWidths,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from jaxlc.config.kinds.contract import (
     Matrix,
 )
 from jaxlc.config.kinds.dense import ffn_matrices, saved_ffn_bytes
-from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import PrecisionConfig, RunConfig
+from jaxlc.config.values import Above0, From1
 
 # an adapter or scale for each expert
 EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")

@@ -6,9 +6,15 @@ Tensors: transformers, models/kimi_linear.
 
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
-from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
-from jaxlc.config.ranges import UpTo0
+from jaxlc.config.kinds.contract import (
+    PROJECTIONS,
+    Layer,
+    LayerTensor,
+    Matrix,
+    RecurrentKind,
+    RecurrentWidths,
+)
+from jaxlc.config.values import UpTo0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
-from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
-from jaxlc.config.ranges import Above0, From1
+from jaxlc.config.kinds.contract import (
+    PROJECTIONS,
+    Layer,
+    LayerTensor,
+    Matrix,
+    RecurrentKind,
+    RecurrentWidths,
+)
+from jaxlc.config.values import Above0, From1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from jaxlc.config.models.rope_json import (
     rope_settings,
 )
 from jaxlc.config.old_names import renamed
-from jaxlc.config.ranges import Above0, From1
-from jaxlc.config.values import flattened, plain, typed, with_floats
+from jaxlc.config.values import Above0, From1, flattened, plain, typed, with_floats
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import suggestion
 

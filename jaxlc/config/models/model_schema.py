@@ -21,7 +21,7 @@ from jaxlc.config.kinds.kda import KdaConfig
 from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.kinds.mamba2 import Mamba2Config
 from jaxlc.config.models.hub import is_model_id
-from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
+from jaxlc.config.values import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
 # Segments that the settings name are kept if they have at most this many layers in the compiled program.
