@@ -279,7 +279,7 @@ def branching_rows(loss: str, kinds: str):
     "loss, kinds, mesh",
     [
         ("dapo", "replay", dict(context=2)),
-        ("", "teacher", dict(context=2)),
+        pytest.param("", "teacher", dict(context=2), marks=pytest.mark.full),
         pytest.param("", "", dict(context=2, tensor=2), marks=pytest.mark.full),
         pytest.param("dapo", "", dict(context=1), marks=pytest.mark.full),
         pytest.param("dapo", "", dict(context=4), marks=pytest.mark.full),
@@ -295,6 +295,36 @@ def test_deep_trees_equal_separate_rows(loss, kinds, mesh):
     np.testing.assert_allclose(got_loss, expected, rtol=0, atol=FLOAT32_LOSS * sum(rows))
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+def histories_of(row: dict[str, np.ndarray], levels: int) -> list[tuple[int, ...]]:
+    """The tokens up to the target of each token of a sequence; () of padding."""
+    histories, paths = [], {0: []}
+    for place, segment in enumerate(row["segment_ids"]):
+        ancestors = row["prefix_ids"][place].tolist() if levels else []
+        parent = max([x for x in ancestors if x], default=0)
+        paths.setdefault(segment, list(paths[parent])).append(int(row["tokens"][place]))
+        histories.append((*paths[segment], int(row["targets"][place])) if segment else ())
+    return histories
+
+
+def test_teacher_of_deep_trees_is_that_of_each_trace():
+    """By the tokens up to each target, with the number of traces that have it in the loss."""
+    config = config_with("", shares=3, seq_len=DEEP_SEQ_LEN, **KINDS["teacher"])
+    row, names = sequence(config, branching()), ("teacher_tokens", "teacher_log_probs")
+    weights = np.zeros(DEEP_SEQ_LEN)
+    np.add.at(weights, row["loss_tokens"].ravel(), row["loss_weights"].ravel())
+    got, expected = {}, {}
+    for place, history in enumerate(histories_of(row, 3)):
+        if weights[place]:
+            values = tuple(row[name][place].tobytes() for name in names)
+            got[history, values] = got.get((history, values), 0) + weights[place]
+    for trace in sum(branching(), []):
+        for i in np.flatnonzero(trace.in_loss).tolist():
+            values = tuple(trace.teacher[name][i].tobytes() for name in names)
+            key = tuple(trace.tokens[: i + 1].tolist()), values
+            expected[key] = expected.get(key, 0) + 1
+    assert got == expected and max(got.values()) > 2
 
 
 def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once():
@@ -418,11 +448,12 @@ def labeled_results(params=None, *, accumulation: int, shares: bool, **mesh):
     return params, gradients, means(sums, batch, config.posttrain)
 
 
-def test_kto_has_one_divergence_of_the_step_on_every_mesh():
+@pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_kto_has_one_divergence_of_the_step_on_every_mesh(shares):
     """Mismatched answers of both microbatches; the gradient leaves them out."""
     params, gradients, expected = labeled_results(accumulation=1, shares=False)
     assert expected.kl > 0.1 and 0 < expected.accuracy < 1
-    _, got, sums = labeled_results(params, accumulation=2, shares=True, context=2)
+    _, got, sums = labeled_results(params, accumulation=2, shares=shares, context=2)
     for name in ("loss", "kl", "margin", "accuracy"):
         np.testing.assert_allclose(getattr(sums, name), getattr(expected, name), rtol=1e-5)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
@@ -506,12 +537,7 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
     packed = PackedTraces(trees, seq_len, dtypes, **options)
     assert packed.num_sequences == 1
     row = packed[0]
-    histories, paths = [], {0: []}
-    for place, segment in enumerate(row["segment_ids"]):
-        ancestors = row["prefix_ids"][place].tolist() if levels else []
-        parent = max([x for x in ancestors if x], default=0)
-        paths.setdefault(segment, list(paths[parent])).append(int(row["tokens"][place]))
-        histories.append((*paths[segment], int(row["targets"][place])) if segment else ())
+    histories = histories_of(row, levels)
     log_probs = [np.random.default_rng(x).uniform(-4, -2) for x in histories]
     with jax.enable_x64(True):
         arrays = {name: jnp.asarray(x[None]) for name, x in row.items()}

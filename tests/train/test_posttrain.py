@@ -31,6 +31,7 @@ from jaxlc.generation.policy_rollouts import PolicyRollouts
 from jaxlc.posttrain.rewards import Answer, rewards_of
 from jaxlc.posttrain.traces import open_prompts, open_traces
 from scripts import kill_drill
+from scripts.stand_in_server import StandIn
 from tests.step.synthetic import make_batch
 from tests.train.runs import (
     finish,
@@ -223,20 +224,26 @@ def reward(prompt, answer, record):
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Settings of a run whose policy makes rollouts, and its undisturbed workdir."""
-    directory = tmp_path_factory.mktemp("rollouts")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Of a run whose policy makes rollouts."""
+    directory = tmp_path_factory.mktemp("settings")
     (directory / "reward.py").write_text(REWARD)
     prompts = [dict(prompt=prompt, bonus=0.5) for prompt in PROMPTS]
     (directory / "prompts.jsonl").write_text(
         "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     )
-    settings = dict(
+    return dict(
         data__sources="", attention__shared_prefixes=True, posttrain__loss="dapo", rollouts__source="model",
         rollouts__prompts=directory / "prompts.jsonl", rollouts__reward=f"{directory / 'reward.py'}:reward",
         rollouts__max_tokens=5, rollouts__prompts_per_step=2, rollouts__answers_per_prompt=3, train__eval_every_steps=0,
         train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4, model__num_layers=1,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rollouts(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The same settings, and the undisturbed workdir of the run."""
+    directory = tmp_path_factory.mktemp("rollouts")
     config = write_config(directory)
     output = train(config, directory / "whole", **settings)
     return dict(config=config, settings=settings, workdir=directory / "whole", output=output)
@@ -467,39 +474,38 @@ def test_reward_is_called_by_answer_or_group_and_never_0_after_a_failure(reward,
         assert all(expected in x for x in rewards) and len(calls) == 3 * num_calls
 
 
-SOURCES = [
-    pytest.param("model", marks=pytest.mark.full),
-    pytest.param("files", marks=pytest.mark.full),
-    "server",
-]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("source", SOURCES)
-def test_run_killed_before_rollouts_equals_the_undisturbed_run(
-    rollouts, tmp_path, monkeypatch, source
-):
+def kill_once(config: Path, settings: dict, out: Path, kill: kill_drill.Kill, **more) -> None:
     """benchmarks/2026-11-28-kill-drill-rollouts.txt has ten kills for each source."""
+    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in settings.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kill_drill, "plan_kills", lambda *_: [kill])
+        lines = []
+        arguments = [f"--config={config}", *flags]
+        equal = kill_drill.drill(arguments, out, num_kills=1, seed=0, log=lines.append, **more)
+    assert equal, lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["model", "files"])
+def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_path, source):
     settings, undisturbed = rollouts["settings"], rollouts["workdir"]
     if source == "files":
         settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
         settings["rollouts__source"] = "files"
-    if source == "server":
-        undisturbed = None
-        settings = settings | dict(rollouts__source="server", rollouts__server_max_loras=4)
-        settings |= dict(rollouts__lag=2, lora__rank=2)
-    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in settings.items()]
-    kill = (1 if source == "server" else 2, "rollouts")
-    monkeypatch.setattr(
-        kill_drill, "plan_kills", lambda *_: [kill_drill.Kill(*kill, 1 + 2 * (source == "server"))]
-    )
-    lines = []
-    equal = kill_drill.drill(
-        [f"--config={rollouts['config']}", *flags], tmp_path, num_kills=1, seed=0, log=lines.append,
-        undisturbed=undisturbed, rollouts=undisturbed / "rollouts" if source == "files" else None,
-        with_server=source == "server",
-    )  # fmt: skip
-    assert equal, lines
+    files = undisturbed / "rollouts" if source == "files" else None
+    kill, more = kill_drill.Kill(2, "rollouts"), dict(undisturbed=undisturbed, rollouts=files)
+    kill_once(rollouts["config"], settings, tmp_path, kill, **more)
+
+
+@pytest.mark.heavy
+def test_killed_run_on_a_server_that_restarts_equals_the_undisturbed_run(settings, tmp_path):
+    settings = settings | dict(rollouts__source="server", rollouts__server_max_loras=4)
+    settings |= dict(rollouts__lag=2, lora__rank=2)
+    config, whole = write_config(tmp_path), tmp_path / "whole"
+    with StandIn() as server:
+        train(config, whole, rollouts__server=server.url, **settings)
+    kill = kill_drill.Kill(1, "rollouts", 3)
+    kill_once(config, settings, tmp_path, kill, undisturbed=whole, with_server=True)
 
 
 @pytest.mark.heavy
