@@ -7,7 +7,7 @@ the rule by which they change a state.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, weight
+from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, rms_norm, weight
 from jaxlc.models.contract import (
     BatchTokens,
     CacheLayout,
@@ -84,8 +84,10 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     wq: nnx.Param
     wk: nnx.Param
     wv: nnx.Param
+    wz: nnx.Param
     wb: nnx.Param
     wo: nnx.Param
+    gate_function = staticmethod(jax.nn.silu)
 
     def __init__(
         self,
@@ -119,15 +121,34 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         """Of layers with the settings of `model`."""
         return Rule(scale=_widths(model).key_dim ** -0.5)
 
-    def gated(self, out_BTHV: jax.Array, gate_BTHV: jax.Array) -> jax.Array:
-        """The normed output times the function of its gate, float32."""
+    @jax.named_scope(scopes.ATTENTION)
+    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
+        """Returns the operands, and the z_BTHV of `projected`. `x_BTD` is the input of the block,
+        gathered over tensor."""
+        weights = dict(query=self.wq, key=self.wk, value=self.wv)
+        q_k_v = [
+            checkpoint_name(self.heads(name, x_BTD, own, shard=shard), name)
+            for name, own in weights.items()
+        ]
+        z_BTHV = self.gate(x_BTD, shard=shard)
+        changes = self.changes(x_BTD, shard=shard)
+        operands = Operands(*q_k_v, *changes, self.filters(shard))
+        return operands, checkpoint_name(z_BTHV, "query")
+
+    def gate(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        """The gate of the output, [B, T, H, V]."""
+        return self.heads("delta_gate", x_BTD, self.wz, shard=shard)
+
+    def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
+        """How tokens change the states, and what they add to the output: the g, beta and skip of
+        `Operands`.
+        """
         raise NotImplementedError
 
-    def queries_keys_values(self, x_BTD: jax.Array, *, shard: Sharder) -> Iterator[jax.Array]:
-        """Before the convolutions."""
-        weights = dict(query=self.wq, key=self.wk, value=self.wv)
-        for name, own in weights.items():
-            yield checkpoint_name(self.heads(name, x_BTD, own, shard=shard), name)
+    def gated(self, out_BTHV: jax.Array, gate_BTHV: jax.Array) -> jax.Array:
+        """The normed output times the function of its gate, float32."""
+        normed_BTHV = rms_norm(out_BTHV, self.out_norm.factor, self.out_norm.epsilon)
+        return normed_BTHV * self.gate_function(gate_BTHV)
 
     def heads(self, name: str, x_BTD: jax.Array, own: nnx.Param, *, shard: Sharder) -> jax.Array:
         """A projection to a vector of each head, [B, T, H, V]."""

@@ -263,13 +263,18 @@ class RecurrentWidths:
         """The width of all values."""
         return self.value_heads * self.value_dim
 
+    @property
+    def conv_entries(self) -> int:
+        """Entries of the convolutions."""
+        return (self.conv_taps + self.conv_bias) * (2 * self.keys + self.values)
+
 
 class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
     """A mixer with a state of each head."""
 
     section: str  # of its settings in the model
     settings: type  # the class of the section
-    head_sizes: tuple[str, str]  # its settings with the heads of keys and of values
+    widths: Mapping[str, str]  # fields of `RecurrentWidths` -> settings of the section
     published: Mapping[str, int]  # the sizes that have to be set, with those of a published model
     published_model: str
     products_per_token: int  # of a head with its state [K, V]
@@ -281,9 +286,26 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
         self.sizes = tuple(f"{self.section}.{name}" for name in self.published)
         self.only_with = tuple(f"model.{self.section}.{name}" for name in vars(self.settings()))
 
-    @abstractmethod
     def recurrence(self, layer: Layer) -> RecurrentWidths:
         """The sizes of the recurrence of a layer."""
+        sizes = vars(layer.section(self.settings))
+        return RecurrentWidths(**{field: sizes[name] for field, name in self.widths.items()})
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        """Those of `tensors`: wq and wk [D, G, K], wv and wz [D, H, V], wb and wa [D, H], wo [H, V, D];
+        and of low rank wf_down and wz_down [D, V], wf_up and wz_up [V, H, V].
+        """
+        widths, model = self.recurrence(layer), dict(model=layer.model_dim)
+        key = dict(heads=widths.key_heads, head_dim=widths.key_dim)
+        heads = dict(heads=widths.value_heads)
+        value = heads | dict(head_dim=widths.value_dim)
+        down = dict(latent=widths.value_dim)
+        up = Matrix(dict(sharded_latent=widths.value_dim), value)
+        outputs = dict(wq=key, wk=key, wv=value, wz=value, wb=heads, wa=heads)
+        outputs |= dict(wf_down=down, wz_down=down)
+        known = {name: Matrix(model, dims) for name, dims in outputs.items()}
+        known |= dict(wf_up=up, wz_up=up, wo=Matrix(value, model))
+        return {x.param: known[x.param] for x in self.tensors if x.param in known}
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
         """Products with the states. The chunked form computes more."""
@@ -315,7 +337,7 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
                 f" model.init_from that has such layers, or the sizes of {self.published_model}: {' '.join(missing)}"
             )
             return
-        of_keys, of_values = self.head_sizes
+        of_keys, of_values = self.widths["key_heads"], self.widths["value_heads"]
         keys, values = sizes[of_keys], sizes[of_values]
         if values % keys:
             yield (
@@ -350,9 +372,9 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
         splits_keys = widths.key_heads % tensor == 0 or (
             splits_values and tensor % widths.key_heads == 0
         )
-        heads = (widths.key_heads, splits_keys), (widths.value_heads, splits_values)
-        for name, (number, is_split) in zip(self.head_sizes, heads):
+        for field, is_split in dict(key_heads=splits_keys, value_heads=splits_values).items():
             if not is_split:
+                name, number = self.widths[field], vars(widths)[field]
                 yield f"config.model.{self.section}.{name}={number} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:

@@ -7,14 +7,7 @@ Tensors: transformers, models/qwen3_5.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import (
-    PROJECTIONS,
-    Layer,
-    LayerTensor,
-    Matrix,
-    RecurrentKind,
-    RecurrentWidths,
-)
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +35,8 @@ _QWEN3_5_9B = dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, con
 class DeltaNetKind(RecurrentKind):
     name = "gated_delta_net"
     section, settings = "delta_net", DeltaNetConfig
-    head_sizes = ("key_heads", "value_heads")
     published, published_model = _QWEN3_5_9B, "Qwen 3.5"
+    widths = {name: name for name in published}
     products_per_token = 3  # the delta rule reads and corrects the state, and the query reads it
     layer_types = {"gated_delta_net": "linear_attention"}
     norm_setting = "delta_net.norm_placement"
@@ -67,29 +60,7 @@ class DeltaNetKind(RecurrentKind):
         delta_decay="wa",
     )
 
-    def recurrence(self, layer: Layer) -> RecurrentWidths:
-        sizes = layer.section(DeltaNetConfig)
-        return RecurrentWidths(
-            key_heads=sizes.key_heads,
-            key_dim=sizes.key_dim,
-            value_heads=sizes.value_heads,
-            value_dim=sizes.value_dim,
-            conv_taps=sizes.conv_taps,
-        )
-
-    def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """wq and wk [D, G, K], wv and wz [D, H, V], wb and wa [D, H], wo [H, V, D]."""
-        sizes, model = layer.section(DeltaNetConfig), dict(model=layer.model_dim)
-        key = dict(heads=sizes.key_heads, head_dim=sizes.key_dim)
-        heads = dict(heads=sizes.value_heads)
-        value = heads | dict(head_dim=sizes.value_dim)
-        outputs = dict(wq=key, wk=key, wv=value, wz=value, wb=heads, wa=heads)
-        return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(
-            wo=Matrix(value, model)
-        )
-
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""
         widths = self.recurrence(layer)
-        convolved = 2 * widths.keys + widths.values
-        return widths.conv_taps * convolved + 2 * widths.value_heads + widths.value_dim
+        return widths.conv_entries + 2 * widths.value_heads + widths.value_dim

@@ -6,14 +6,7 @@ Tensors: transformers, models/kimi_linear.
 
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import (
-    PROJECTIONS,
-    Layer,
-    LayerTensor,
-    Matrix,
-    RecurrentKind,
-    RecurrentWidths,
-)
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
 from jaxlc.config.values import UpTo0
 
 
@@ -35,7 +28,13 @@ _KIMI_LINEAR = dict(key_heads=32, head_dim=128, conv_taps=4)
 class KdaKind(RecurrentKind):
     name = "kimi_delta"
     section, settings = "kda", KdaConfig
-    head_sizes = ("key_heads", "key_heads")
+    widths = dict(
+        key_heads="key_heads",
+        key_dim="head_dim",
+        value_heads="key_heads",
+        value_dim="head_dim",
+        conv_taps="conv_taps",
+    )
     published, published_model = _KIMI_LINEAR, "Kimi Linear"
     products_per_token = 3  # as of Gated DeltaNet
     layer_types = {"kimi_delta": "kimi_delta_attention"}
@@ -62,35 +61,7 @@ class KdaKind(RecurrentKind):
         gate_up="wz_up",
     )
 
-    def recurrence(self, layer: Layer) -> RecurrentWidths:
-        sizes = layer.section(KdaConfig)
-        return RecurrentWidths(
-            key_heads=sizes.key_heads,
-            key_dim=sizes.head_dim,
-            value_heads=sizes.key_heads,
-            value_dim=sizes.head_dim,
-            conv_taps=sizes.conv_taps,
-        )
-
-    def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """wq, wk and wv [D, H, K], wb [D, H], wf_down and wz_down [D, K], wf_up and wz_up [K, H, K],
-        wo [H, K, D].
-        """
-        sizes, model = layer.section(KdaConfig), dict(model=layer.model_dim)
-        heads = dict(heads=sizes.key_heads)
-        channels = heads | dict(head_dim=sizes.head_dim)
-        down = Matrix(model, dict(latent=sizes.head_dim))
-        up = Matrix(dict(sharded_latent=sizes.head_dim), channels)
-        return {name: Matrix(model, channels) for name in ("wq", "wk", "wv")} | dict(
-            wb=Matrix(model, heads),
-            wf_down=down,
-            wf_up=up,
-            wz_down=down,
-            wz_up=up,
-            wo=Matrix(channels, model),
-        )
-
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, the decays of heads and channels, and the norm of the output."""
         widths = self.recurrence(layer)
-        return (3 * widths.conv_taps + 1) * widths.keys + widths.key_heads + widths.key_dim
+        return widths.conv_entries + widths.keys + widths.key_heads + widths.key_dim

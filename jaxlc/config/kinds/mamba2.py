@@ -9,14 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import (
-    PROJECTIONS,
-    Layer,
-    LayerTensor,
-    Matrix,
-    RecurrentKind,
-    RecurrentWidths,
-)
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
 from jaxlc.config.values import Above0, From1
 
 
@@ -55,7 +48,14 @@ _NEMOTRON_3_NANO = dict(heads=64, head_dim=64, state_dim=128, conv_taps=4)
 class Mamba2Kind(RecurrentKind):
     name = "mamba2"
     section, settings = "mamba2", Mamba2Config
-    head_sizes = ("groups", "heads")
+    widths = dict(
+        key_heads="groups",
+        key_dim="state_dim",
+        value_heads="heads",
+        value_dim="head_dim",
+        conv_taps="conv_taps",
+        conv_bias="conv_bias",
+    )
     published, published_model = _NEMOTRON_3_NANO, "Nemotron 3 Nano"
     products_per_token = 2  # the state is written and read
     layer_types: Mapping[str, str] = {}  # of each family
@@ -75,34 +75,11 @@ class Mamba2Kind(RecurrentKind):
         delta_step="wb",
     )
 
-    def recurrence(self, layer: Layer) -> RecurrentWidths:
-        sizes = layer.section(Mamba2Config)
-        return RecurrentWidths(
-            key_heads=sizes.groups,
-            key_dim=sizes.state_dim,
-            value_heads=sizes.heads,
-            value_dim=sizes.head_dim,
-            conv_taps=sizes.conv_taps,
-            conv_bias=sizes.conv_bias,
-        )
-
-    def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """wz and wv [D, H, P], wk and wq [D, G, N], wb [D, H], wo [H, P, D]."""
-        sizes, model = layer.section(Mamba2Config), dict(model=layer.model_dim)
-        heads = dict(heads=sizes.heads)
-        value = heads | dict(head_dim=sizes.head_dim)
-        key = dict(heads=sizes.groups, head_dim=sizes.state_dim)
-        outputs = dict(wz=value, wv=value, wk=key, wq=key, wb=heads)
-        return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(
-            wo=Matrix(value, model)
-        )
-
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, three numbers of each head, and the norm of the output."""
         sizes, widths = layer.section(Mamba2Config), self.recurrence(layer)
-        convolved = 2 * widths.keys + widths.values
         norm = 0 if sizes.norm == "none" else widths.values
-        return (sizes.conv_taps + sizes.conv_bias) * convolved + 3 * sizes.heads + norm
+        return widths.conv_entries + 3 * sizes.heads + norm
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         yield from super().size_problems(layer, path)

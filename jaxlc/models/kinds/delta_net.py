@@ -13,12 +13,9 @@ What crosses ranks is in `jaxlc.attention.recurrence`, and generation in `jaxlc.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.recurrence.sharded_recurrence import Operands
 from jaxlc.config import ModelConfig
-from jaxlc.core import scopes
-from jaxlc.models.block import InitKeys, RMSNorm, rms_norm
+from jaxlc.models.block import InitKeys, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -26,7 +23,6 @@ from jaxlc.sharding.rules import Sharder
 class GatedDeltaNet(RecurrentMixer):
     """See the top of the file. Gates and states are float32."""
 
-    wz: nnx.Param
     wa: nnx.Param
 
     def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
@@ -36,25 +32,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_norm = RMSNorm(epsilon=epsilon, norm=sizes.value_dim)
         self.largest_step = 2.0 if sizes.negative_eigenvalues else 1.0
 
-    @jax.named_scope(scopes.ATTENTION)
-    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
-        """Returns the operands, and the z_BTHV of `projected`. `x_BTD` is the input of the block,
-        gathered over tensor."""
-        q_BTGK, k_BTGK, v_BTHV = self.queries_keys_values(x_BTD, shard=shard)
-        z_BTHV = self.heads("delta_gate", x_BTD, self.wz, shard=shard)
+    def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
         a_BTH = self.numbers("delta_decay", x_BTD, self.wa, shard=shard)
         b_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
-        operands = Operands(
-            q_BTGK=q_BTGK,
-            k_BTGK=k_BTGK,
-            v_BTHV=v_BTHV,
-            g_BTH=-jnp.exp(self.log_decay[...]) * jax.nn.softplus(a_BTH + self.decay_bias[...]),
-            beta_BTH=self.largest_step * jax.nn.sigmoid(b_BTH),
-            skip_BTH=None,
-            filters=self.filters(shard),
-        )
-        return operands, checkpoint_name(z_BTHV, "query")
-
-    def gated(self, out_BTHV: jax.Array, gate_BTHV: jax.Array) -> jax.Array:
-        normed_BTHV = rms_norm(out_BTHV, self.out_norm.factor, self.out_norm.epsilon)
-        return normed_BTHV * jax.nn.silu(gate_BTHV)
+        g_BTH = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(a_BTH + self.decay_bias[...])
+        return g_BTH, self.largest_step * jax.nn.sigmoid(b_BTH), None

@@ -12,12 +12,9 @@ sigmoid(x wz_down wz_up).
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.recurrence.sharded_recurrence import Operands
 from jaxlc.config import ModelConfig
-from jaxlc.core import scopes
-from jaxlc.models.block import InitKeys, RMSNorm, rms_norm
+from jaxlc.models.block import InitKeys, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -29,6 +26,7 @@ class KimiDeltaAttention(RecurrentMixer):
     wf_up: nnx.Param
     wz_down: nnx.Param
     wz_up: nnx.Param
+    gate_function = staticmethod(jax.nn.sigmoid)
 
     def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
         sizes = model.kda
@@ -39,24 +37,13 @@ class KimiDeltaAttention(RecurrentMixer):
         self.out_norm = RMSNorm(epsilon=model.norm_epsilon, norm=sizes.head_dim)
         self.gate_lower_bound = sizes.gate_lower_bound
 
-    @jax.named_scope(scopes.ATTENTION)
-    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
-        """Returns the operands, and the z_BTHK of `projected`. `x_BTD` is the input of the block,
-        gathered over tensor."""
-        q_BTHK, k_BTHK, v_BTHK = self.queries_keys_values(x_BTD, shard=shard)
-        z_BTHK = self._low_rank("gate", x_BTD, self.wz_down, self.wz_up, shard=shard)
+    def gate(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        return self._low_rank("gate", x_BTD, self.wz_down, self.wz_up, shard=shard)
+
+    def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
         y_BTHK = self._low_rank("decay", x_BTD, self.wf_down, self.wf_up, shard=shard)
         b_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
-        operands = Operands(
-            q_BTGK=q_BTHK,
-            k_BTGK=k_BTHK,
-            v_BTHV=v_BTHK,
-            g_BTH=self._log_decays(y_BTHK),
-            beta_BTH=jax.nn.sigmoid(b_BTH),
-            skip_BTH=None,
-            filters=self.filters(shard),
-        )
-        return operands, checkpoint_name(z_BTHK, "query")
+        return self._log_decays(y_BTHK), jax.nn.sigmoid(b_BTH), None
 
     def _low_rank(self, name: str, x_BTD, down, up, *, shard: Sharder) -> jax.Array:
         rank_BTL = self.project(f"{name}_down", "BTD,DL->BTL", x_BTD, down, shard=shard)
@@ -71,7 +58,3 @@ class KimiDeltaAttention(RecurrentMixer):
         if self.gate_lower_bound:
             return self.gate_lower_bound * jax.nn.sigmoid(rates_11H1 * y_BTHK)
         return -rates_11H1 * jax.nn.softplus(y_BTHK)
-
-    def gated(self, out_BTHK: jax.Array, gate_BTHK: jax.Array) -> jax.Array:
-        normed_BTHK = rms_norm(out_BTHK, self.out_norm.factor, self.out_norm.epsilon)
-        return normed_BTHK * jax.nn.sigmoid(gate_BTHK)

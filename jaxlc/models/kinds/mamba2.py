@@ -17,13 +17,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.recurrence.chunks import Rule
-from jaxlc.attention.recurrence.sharded_recurrence import Operands
 from jaxlc.attention.state_passing import product
 from jaxlc.config import ModelConfig
-from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
@@ -31,8 +28,6 @@ from jaxlc.sharding.rules import Sharder
 
 class Mamba2(RecurrentMixer):
     """See the top of the file. Step sizes and states are float32."""
-
-    wz: nnx.Param
 
     def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
         sizes = model.mamba2
@@ -55,24 +50,11 @@ class Mamba2(RecurrentMixer):
     def rule(cls, model: ModelConfig) -> Rule:
         return Rule(scale=1.0, corrects=False, unit_length=False)
 
-    @jax.named_scope(scopes.ATTENTION)
-    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
-        """Returns the operands, and the z_BTHP of `projected`. `x_BTD` is the input of the block,
-        gathered over tensor."""
-        c_BTGN, b_BTGN, x_BTHP = self.queries_keys_values(x_BTD, shard=shard)
-        z_BTHP = self.heads("delta_gate", x_BTD, self.wz, shard=shard)
+    def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
         t_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
         step_BTH = jnp.clip(jax.nn.softplus(t_BTH + self.decay_bias[...]), *self.step_limits)
-        operands = Operands(
-            q_BTGK=c_BTGN,
-            k_BTGK=b_BTGN,
-            v_BTHV=x_BTHP,
-            g_BTH=-jnp.exp(self.log_decay[...]) * step_BTH,
-            beta_BTH=step_BTH,
-            skip_BTH=jnp.broadcast_to(self.skip[...], step_BTH.shape),
-            filters=self.filters(shard),
-        )
-        return operands, checkpoint_name(z_BTHP, "query")
+        g_BTH = -jnp.exp(self.log_decay[...]) * step_BTH
+        return g_BTH, step_BTH, jnp.broadcast_to(self.skip[...], step_BTH.shape)
 
     def gated(self, out_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
         gate_BTHP = jax.nn.silu(gate_BTHP)
