@@ -308,7 +308,8 @@ _IRRELEVANT = {
         "use_bfloat16",
         "pruned_heads",
     ),
-    *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    *("transformers.js_config", "unsloth_fixed", "unsloth_version", "pretraining_tp"),
+    *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
 }
 FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
 BITSANDBYTES = "bitsandbytes"  # the same in NF4
@@ -537,6 +538,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
     known = {
         *_FIELDS,
         *family.fields,
+        *family.defaults,
         *required,
         *ROPE_FIELDS,
         "sliding_window",

@@ -36,7 +36,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.config.models.families.family import (
+    Family,
+    Fields,
+    kind_sets,
+    read_layer_types,
+    write_layer_types,
+)
 from jaxlc.config.models.model_schema import ModelConfig
 
 _DEFAULT_WINDOW = 4096
@@ -49,7 +55,7 @@ LLAMA = Family(
     fields={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
     required_values=dict(rope_interleaved=(False,)),  # in configs of SmolLM2
-    irrelevant=frozenset({"pretraining_tp", "is_llama_config"}),
+    irrelevant=frozenset({"is_llama_config"}),
 )
 
 
@@ -296,7 +302,7 @@ PHI3 = Family(
 
 
 _WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
-_WINDOWS = (frozenset({"full"}), frozenset({"full", "sliding"}), frozenset({"sliding"}))
+_WINDOWS = kind_sets("full", "sliding")
 
 
 def _read_windows(config: Fields) -> list[str]:
@@ -381,7 +387,6 @@ SEED_OSS = Family(
         num_key_value_heads=8, head_dim=128, attention_bias=True, attention_out_bias=False
     ),
     required_values=dict(attention_dropout=(0, 0.1), residual_dropout=(0, 0.1)),
-    irrelevant=frozenset({"pretraining_tp"}),
 )
 
 
@@ -417,15 +422,11 @@ def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    layer_kinds=(
-        *_WINDOWS[:2],
-        frozenset({"full", "nope"}),
-        frozenset({"full", "nope", "sliding"}),
-    ),
+    layer_kinds=tuple(x for x in kind_sets("full", "nope", "sliding") if "full" in x),
     read_kinds=_smollm3_read_kinds,
     write_kinds=_smollm3_write_kinds,
     fields={"mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
     required_values=dict(attention_bias=(False,)),
-    irrelevant=_WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
+    irrelevant=_WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval"},
 )

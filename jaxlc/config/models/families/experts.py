@@ -15,12 +15,19 @@ type.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families.dense import QWEN3_VL_TEXT
-from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.config.models.families.family import (
+    Family,
+    Fields,
+    kind_sets,
+    read_layer_types,
+    write_layer_types,
+)
 from jaxlc.config.models.model_schema import ModelConfig
 
 
@@ -72,8 +79,6 @@ QWEN3_MOE = Family(
         {
             *("max_window_layers", "sliding_window"),  # without effect: use_sliding_window is false
             *("decoder_sparse_step", "mlp_only_layers"),  # `_read_kinds` reads them
-            # train.balance_loss has its own value
-            *("router_aux_loss_coef", "output_router_logits"),
         }
     ),
     feed_forward_tensors=dict(experts=experts.TENSORS),
@@ -106,14 +111,21 @@ QWEN3_VL_MOE_TEXT = dataclasses.replace(
 )
 
 
-def _glm4_moe_read_kinds(config: Fields) -> list[str]:
-    num_dense = config.get("first_k_dense_replace", 1) or 0
-    return [
-        "dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])
-    ]
+def read_first_dense(config: Fields, num_dense: int, other: str) -> list[str]:
+    """The kinds of layers of which the first ones are dense, by mlp_layer_types or their number.
+
+    Args:
+      num_dense: without these fields.
+      other: the kind of other layers.
+    """
+    num_layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    num_dense = config.get("first_k_dense_replace", num_dense) or 0
+    types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
+    return ["dense" if kind == "dense" else other for kind in types]
 
 
-def _glm4_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
+def write_first_dense(model: ModelConfig) -> dict[str, Any]:
+    """The field that `read_first_dense` reads."""
     return dict(first_k_dense_replace=model.num_layers_of("dense"))
 
 
@@ -136,8 +148,8 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
-    read_kinds=_glm4_moe_read_kinds,
-    write_kinds=_glm4_moe_write_kinds,
+    read_kinds=functools.partial(read_first_dense, num_dense=1, other="full"),
+    write_kinds=write_first_dense,
     settings={
         "experts.router": "sigmoid",
         "experts.choice_bias": True,
@@ -173,18 +185,8 @@ GLM4_MOE = Family(
         use_qk_norm=False,
     ),
     other_prefixes=("model.layers.{num_layers}.",),
-    irrelevant=frozenset(
-        {
-            # the functions above read them
-            *("first_k_dense_replace", "n_shared_experts", "use_qk_norm"),
-            *(
-                "num_nextn_predict_layers",
-                "num_mtp_layers",
-                "router_aux_loss_coef",
-                "output_router_logits",
-            ),
-        }
-    ),
+    # `read_first_dense` reads the first one
+    irrelevant=frozenset({"first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"}),
     feed_forward_tensors=dict(
         experts=(
             *experts.TENSORS,
@@ -242,8 +244,7 @@ MINIMAX_M2 = Family(
     ),
     irrelevant=frozenset(
         {
-            *("attn_type_list", "rotary_dim"),  # the function above, and `rope_json`, read them
-            *("router_aux_loss_coef", "output_router_logits"),
+            "attn_type_list",  # the function above reads it
             # of layers that the model does not have, and of multi-token prediction
             *("mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_beta"),
             *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
@@ -258,15 +259,11 @@ MINIMAX_M2 = Family(
 )
 
 
-def _gpt_oss_read_kinds(config: Fields) -> list[str]:
-    return read_layer_types(config, default=("sliding", "full"))
-
-
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"}), frozenset({"sliding"})),
-    read_kinds=_gpt_oss_read_kinds,
+    layer_kinds=kind_sets("sliding", "full"),
+    read_kinds=functools.partial(read_layer_types, default=("sliding", "full")),
     write_kinds=write_layer_types,
     settings={
         "attention_sinks": True,
@@ -301,14 +298,8 @@ GPT_OSS = Family(
         num_experts_per_tok=4,
     ),
     required_values=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
-    irrelevant=frozenset(
-        {
-            # train.balance_loss has its own value
-            *("router_aux_loss_coef", "output_router_logits"),
-            # repeat the fields of RoPE, and num_experts_per_tok
-            *("initial_context_length", "experts_per_token"),
-        }
-    ),
+    # they repeat the fields of RoPE, and num_experts_per_tok
+    irrelevant=frozenset({"initial_context_length", "experts_per_token"}),
     quantization="mxfp4",
     feed_forward_tensors=dict(experts=experts.STACKED_TENSORS),
 )

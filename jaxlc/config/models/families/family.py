@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,12 @@ def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+def kind_sets(*kinds: str) -> tuple[frozenset[str], ...]:
+    """All sets of some of these kinds, for families whose models may have any of them."""
+    sizes = range(1, len(kinds) + 1)
+    return tuple(frozenset(x) for size in sizes for x in itertools.combinations(kinds, size))
+
+
 def no_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of families whose layers are all full: none."""
     del model
@@ -123,7 +130,8 @@ class Family:
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
     length_field: str = "max_position_embeddings"  # of the longest sequence
-    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
+    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. Fields
+    # that the functions above read are known by their entry here. With
     # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with
     # llama_4_scaling_beta, YaRN may scale queries.
     defaults: Mapping[str, Any] = field(default_factory=dict)

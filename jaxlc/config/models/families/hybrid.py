@@ -16,7 +16,6 @@ it is 10000.
 """
 
 import dataclasses
-import itertools
 from typing import Any
 
 from jaxlc.config.kinds import experts
@@ -25,12 +24,11 @@ from jaxlc.config.models.families.family import (
     LAYER_TYPES,
     Family,
     Fields,
+    kind_sets,
     read_layer_types,
     write_layer_types,
 )
 from jaxlc.config.models.model_schema import ModelConfig
-
-_KINDS = frozenset({"gated_delta_net", "full"})
 
 
 def _read_kinds(config: Fields) -> list[str]:
@@ -42,7 +40,7 @@ def _read_kinds(config: Fields) -> list[str]:
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    layer_kinds=(_KINDS, frozenset({"full"}), frozenset({"gated_delta_net"})),
+    layer_kinds=kind_sets("gated_delta_net", "full"),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
     settings=dict(qk_norm="head", zero_centered_norm=True, attention_gate=True),
@@ -103,8 +101,6 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
         "shared_expert_intermediate_size": 512,
     },
     multimodal_type="qwen3_5_moe",
-    # train.balance_loss has its own value
-    irrelevant=QWEN3_5_TEXT.irrelevant | {"router_aux_loss_coef", "output_router_logits"},
     feed_forward_tensors=dict(
         experts=(*experts.STACKED_LINEAR_TENSORS, *experts.shared_tensors("shared_expert"))
     ),
@@ -115,7 +111,6 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
 _LINEAR = "gated_delta_net"
 # the same mixers with dense feed-forward blocks
 _DENSE = {"full": "dense", _LINEAR: "dense_gated_delta_net"}
-_NEXT_KINDS = (*_DENSE, *_DENSE.values())
 
 
 def _qwen3_next_read_kinds(config: Fields) -> list[str]:
@@ -132,11 +127,7 @@ QWEN3_NEXT = dataclasses.replace(
     QWEN3_5_MOE_TEXT,
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    layer_kinds=tuple(
-        frozenset(kinds)
-        for number in range(1, len(_NEXT_KINDS) + 1)
-        for kinds in itertools.combinations(_NEXT_KINDS, number)
-    ),
+    layer_kinds=kind_sets(*_DENSE, *_DENSE.values()),
     read_kinds=_qwen3_next_read_kinds,
     write_kinds=_qwen3_next_write_kinds,
     settings={**QWEN3_5_TEXT.settings, "experts.shared_gate": True},
@@ -151,13 +142,8 @@ QWEN3_NEXT = dataclasses.replace(
     multimodal_type="",
     multimodal_prefixes={},
     other_prefixes=("mtp.",),
-    irrelevant=frozenset(
-        {
-            # the functions above read them
-            *("full_attention_interval", "decoder_sparse_step", "mlp_only_layers"),
-            *("router_aux_loss_coef", "output_router_logits"),
-        }
-    ),
+    # the functions above read them
+    irrelevant=frozenset({"full_attention_interval", "decoder_sparse_step", "mlp_only_layers"}),
     tensor_names={
         _LINEAR: {
             **{f"w{x}": "linear_attn.in_proj_qkvz.weight" for x in "qkvz"},

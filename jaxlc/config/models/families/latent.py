@@ -10,29 +10,16 @@ Kimi Linear: layers of Kimi Delta Attention, and of latent attention without pos
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.kinds.dense import DenseKind
-from jaxlc.config.models.families.family import Family, Fields
+from jaxlc.config.models.families.experts import read_first_dense, write_first_dense
+from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
 
-
-def _read_kinds(config: Fields, num_dense: int) -> list[str]:
-    """
-    Args:
-      num_dense: dense layers without the fields first_k_dense_replace and mlp_layer_types.
-    """
-    num_layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
-    num_dense = config.get("first_k_dense_replace", num_dense) or 0
-    types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
-    return ["dense" if kind == "dense" else "latent" for kind in types]
-
-
-def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    return dict(first_k_dense_replace=model.num_layers_of("dense"))
+_read_kinds = functools.partial(read_first_dense, other="latent")
 
 
 def _read_settings(config: Fields) -> dict[str, Any]:
@@ -66,9 +53,9 @@ def _write_settings(model: ModelConfig) -> dict[str, Any]:
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    layer_kinds=(frozenset({"latent"}), frozenset({"dense", "latent"}), frozenset({"dense"})),
+    layer_kinds=kind_sets("dense", "latent"),
     read_kinds=functools.partial(_read_kinds, num_dense=3),
-    write_kinds=_write_kinds,
+    write_kinds=write_first_dense,
     settings={"experts.router": "sigmoid", "experts.choice_bias": True},
     fields={
         "kv_lora_rank": "latent.rank",
@@ -117,12 +104,9 @@ DEEPSEEK_V3 = Family(
     other_prefixes=("model.layers.{num_layers}.",),
     irrelevant=frozenset(
         {
-            # the functions above read them
-            *("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts"),
-            *("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim"),
-            *("rope_interleave", "mlp_layer_types"),
-            *("num_nextn_predict_layers", "router_aux_loss_coef", "output_router_logits"),
-            *("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
+            # the functions above read the first three
+            *("first_k_dense_replace", "mlp_layer_types", "rope_interleave", "qk_head_dim"),
+            *("num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
         }
     ),
     feed_forward_tensors=dict(
@@ -247,6 +231,11 @@ def _kimi_read_settings(config: Fields) -> dict[str, Any]:
 def _kimi_write_settings(model: ModelConfig) -> dict[str, Any]:
     fields = _write_settings(model)
     del fields["rope_interleave"]
+    return _in_kimi(fields)
+
+
+def _in_kimi(fields: Fields) -> dict[str, Any]:
+    """With the names of Kimi Linear."""
     return {_KIMI_NAMES.get(name, name): value for name, value in fields.items()}
 
 
@@ -258,15 +247,11 @@ KIMI_LINEAR = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",
-    layer_kinds=tuple(
-        frozenset(kinds)
-        for number in range(1, 5)
-        for kinds in itertools.combinations((*_KIMI_TYPES.values(), *_KIMI_DENSE), number)
-    ),
+    layer_kinds=kind_sets(*_KIMI_TYPES.values(), *_KIMI_DENSE),
     read_kinds=_kimi_read_kinds,
     write_kinds=_kimi_write_kinds,
     fields={
-        **{_KIMI_NAMES.get(name, name): x for name, x in DEEPSEEK_V3.fields.items()},
+        **_in_kimi(DEEPSEEK_V3.fields),
         "linear_num_heads": "kda.key_heads",
         "linear_head_dim": "kda.head_dim",
         "linear_conv_kernel_dim": "kda.conv_taps",
@@ -274,20 +259,12 @@ KIMI_LINEAR = dataclasses.replace(
     field_aliases={**_KIMI_NAMES, "num_local_experts": "num_experts"},
     read_settings=_kimi_read_settings,
     write_settings=_kimi_write_settings,
-    defaults=dict(
-        num_key_value_heads=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
+    defaults=_in_kimi(DEEPSEEK_V3.defaults)
+    | dict(
         q_lora_rank=None,
-        kv_lora_rank=512,
-        v_head_dim=128,
-        num_experts=256,
-        num_shared_experts=1,
-        num_experts_per_token=8,
         moe_intermediate_size=1024,
         num_expert_group=1,
         topk_group=1,
-        moe_renormalize=True,
         routed_scaling_factor=2.446,
         rms_norm_eps=1e-5,
         linear_num_heads=32,
@@ -302,10 +279,7 @@ KIMI_LINEAR = dataclasses.replace(
     ),
     length_field="model_max_length",
     irrelevant=DEEPSEEK_V3.irrelevant
-    | {
-        *("num_expert_group", "num_shared_experts", "linear_attn_config"),
-        *("model_max_length", "use_grouped_topk"),
-    },
+    | {"linear_attn_config", "model_max_length", "use_grouped_topk"},
     feed_forward_tensors=dict(
         experts=(
             _in_mixtral(experts.TENSORS[0]),

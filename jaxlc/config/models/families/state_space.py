@@ -20,7 +20,7 @@ from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.models.families.dense import GRANITE
-from jaxlc.config.models.families.family import Family, Fields
+from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import UserError
 
@@ -131,18 +131,11 @@ def _granite_experts(router: str, gate_up: str, down: str) -> tuple[LayerTensor,
     )
 
 
-_MIXERS = ("mamba2", "full", "nope")
-
 GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     GRANITE,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    layer_kinds=tuple(
-        frozenset(kinds)
-        for number in (1, 2)
-        for kinds in itertools.combinations(_MIXERS, number)
-        if {*kinds} != {"full", "nope"}
-    ),
+    layer_kinds=(*kind_sets("mamba2", "full"), *kind_sets("mamba2", "nope")),
     read_kinds=_granite_read_kinds,
     write_kinds=_granite_write_kinds,
     settings={},
@@ -171,10 +164,8 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     ),
     irrelevant=frozenset(
         {
-            # the functions above read them
-            *("num_local_experts", "num_experts_per_tok", "shared_intermediate_size"),
-            *("mamba_expand", "time_step_limit", "position_embedding_type"),
-            *("mamba_chunk_size", "router_aux_loss_coef", "output_router_logits", "init_method"),
+            "position_embedding_type",  # read by `_granite_read_kinds`
+            *("mamba_chunk_size", "init_method"),
         }
     ),
     feed_forward_tensors=dict(
@@ -274,14 +265,7 @@ FALCON_H1 = Family(
         mamba_proj_bias=(False,),
         mamba_use_mlp=(True,),
     ),
-    irrelevant=frozenset(
-        {
-            # the functions above read them
-            *(*_FALCON_LISTS, "attention_in_multiplier", "ssm_in_multiplier", "mamba_d_ssm"),
-            *("mamba_expand", "time_step_limit", "mamba_rms_norm", "mamba_norm_before_gate"),
-            *("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
-        }
-    ),
+    irrelevant=frozenset({"mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"}),
     name_parts={
         "model.norm.": "model.final_layernorm.",
         ".mlp.": ".feed_forward.",
@@ -345,11 +329,7 @@ def _nemotron_write_settings(model: ModelConfig) -> dict[str, Any]:
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
-    layer_kinds=tuple(
-        frozenset(kinds)
-        for number in range(1, len(_NEMOTRON_KINDS) + 1)
-        for kinds in itertools.combinations(_NEMOTRON_KINDS, number)
-    ),
+    layer_kinds=kind_sets(*_NEMOTRON_KINDS),
     read_kinds=_nemotron_read_kinds,
     write_kinds=_nemotron_write_kinds,
     settings=dict(activation="relu2"),
@@ -411,15 +391,14 @@ NEMOTRON_H = Family(
     other_prefixes=("mtp.",),
     irrelevant=frozenset(
         {
-            # the functions above read them
-            *(*_NEMOTRON_EXPERTS, "time_step_limit", "hybrid_override_pattern", "n_shared_experts"),
-            "moe_latent_size",
+            # the functions above read the first one
+            *("hybrid_override_pattern", "n_shared_experts"),
             # of initial values
             *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
             *("expand", "chunk_size", "num_logits_to_keep", "residual_in_fp32", "auto_map"),
             *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
             *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-            *("output_router_logits", "rms_norm_eps", "hidden_act"),
+            *("rms_norm_eps", "hidden_act"),
         }
     ),
     name_parts={
