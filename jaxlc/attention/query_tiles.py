@@ -56,7 +56,7 @@ from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.sharding.mesh import Ranks, split_context
+from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
 def tiles_of(x_BT: jax.Array, context: int, tiles: int) -> jax.Array:
@@ -406,10 +406,7 @@ class TiledAttention:
         if self.window is not None:
             local = jax.named_scope(scopes.SLIDING_WINDOW)(local)
         local = jax.named_scope(scopes.CORE_ATTENTION)(local)
-        # check_vma: see sharded_attention.py.
-        return jax.shard_map(
-            local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return shard_map(local, self.split_mesh, in_specs, out_specs)
 
 
 _REPLICATED = PartitionSpec()

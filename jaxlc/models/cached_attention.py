@@ -32,6 +32,7 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported
 from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
+from jaxlc.sharding.mesh import shard_map
 
 
 def kv_spec(window: int | None, head_axis: str | None = TENSOR) -> PartitionSpec:
@@ -183,7 +184,7 @@ class CachedAttention(CachedKernels):
             )
 
         with jax.named_scope(scopes.CORE_ATTENTION):
-            return self._split(local, (NewTokens(_BATCH, _BATCH),), _PER_RANK)(new)
+            return shard_map(local, self.mesh, (NewTokens(_BATCH, _BATCH),), _PER_RANK)(new)
 
     def __call__(
         self,
@@ -248,7 +249,7 @@ class CachedAttention(CachedKernels):
             _PER_RANK,
             None if weights is None else weights.specs(TENSOR),
         )
-        split = self._split(local, in_specs, (_TOKENS, _LSE, caches))
+        split = shard_map(local, self.mesh, in_specs, (_TOKENS, _LSE, caches))
         window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
         with jax.named_scope(scopes.CORE_ATTENTION), window_scope, jax.named_scope(scopes.KV_CACHE):
             out_BCNH, lse_BNC, cache = split(q_BCNH, added, cache, layer, new, ranges, weights)
@@ -335,11 +336,6 @@ class CachedAttention(CachedKernels):
         name = self.config.kernel
         is_supported = name in KERNELS and KERNELS[name].unsupported(problem) is None
         return choose_kernel(name if is_supported else "auto", problem)
-
-    def _split(self, local, in_specs: tuple, out_specs):
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
 
     # The methods below run inside `shard_map`. They return (out_bcnH float32, lse_bnc, cache).
 

@@ -38,6 +38,7 @@ from jaxlc.models.layer_stack import (
 )
 from jaxlc.models.lora import join, paths_in_layer
 from jaxlc.models.matmuls import Fp8, History, IsBf16
+from jaxlc.sharding.mesh import shard_map
 from jaxlc.sharding.rules import Sharder
 
 _DIMS = ("vocab", "model")
@@ -75,8 +76,7 @@ def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype)
 
     table_VD = shard.gathered_over_node(shard.weight(embedding_VD, _DIMS, dtype), _DIMS)
     tokens, residual = _token_specs(tokens_BT)
-    specs = dict(in_specs=(_VOCAB_SPLIT, tokens), out_specs=residual, check_vma=False)
-    return jax.shard_map(local, mesh=shard.mesh, **specs)(table_VD, tokens_BT)
+    return shard_map(local, shard.mesh, (_VOCAB_SPLIT, tokens), residual)(table_VD, tokens_BT)
 
 
 def _lookup_forward(embedding_VD, tokens_BT, shard, dtype):
@@ -118,8 +118,7 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
         gradient_vD = jax.lax.psum(gradient_vD, sum_axes)
         return gradient_vD[None] if is_copy else gradient_vD
 
-    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
-    return split(tokens_BT, dx_BTD), None
+    return shard_map(local, mesh, specs, out_spec)(tokens_BT, dx_BTD), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

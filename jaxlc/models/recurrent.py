@@ -51,7 +51,7 @@ from jaxlc.models.contract import (
 )
 from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.models.matmuls import Fp8, in_use
-from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.mesh import Ranks, shard_map
 from jaxlc.sharding.rules import Sharder
 
 # Initial decay: A uniform in the first range, step sizes log-uniform in the second (Dao and Gu
@@ -287,13 +287,7 @@ class CachedRecurrence:
                 for stored, x in zip(cache, values, strict=True)
             ))  # fmt: skip
 
-        split = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=(HEADS, states),
-            check_vma=False,  # as in `ShardedRecurrence`
-        )
+        split = shard_map(local, self.mesh, in_specs, (HEADS, states))
         return split(operands, cache, layer, new)
 
     @property

@@ -13,9 +13,9 @@ between nodes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,13 @@ class Ranks(NamedTuple):
         return jnp.broadcast_to(
             token_at(indices_T, self.size * num_tokens, self.size), (batch, num_tokens)
         )
+
+
+def shard_map(local: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` without the tracking of check_vma, which does not know how values vary in rules
+    of `custom_vjp` and in Pallas' interpret mode. Operands here vary over each axis that splits them.
+    """
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def split_context(

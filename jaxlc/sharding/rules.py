@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.core import text
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, WEIGHT_AXES, mesh_text
 from jaxlc.core.text import aligned, count_text
-from jaxlc.sharding.mesh import Nodes, storage_order
+from jaxlc.sharding.mesh import Nodes, shard_map, storage_order
 
 Axes = tuple[str, ...]
 
@@ -256,10 +256,7 @@ class Sharder:
             dout = self._constrain(dout, out_spec)
             (dx,) = jax.vjp(lambda x: function(x, self.gathered_over_node(w, dims)), x)[1](dout)
             in_specs = nodes.spec(x_spec), w_spec, nodes.spec(out_spec)
-            split = jax.shard_map(
-                gradient, mesh=nodes.mesh, in_specs=in_specs, out_specs=w_spec, check_vma=False
-            )
-            return dx, split(x, w, dout)
+            return dx, shard_map(gradient, nodes.mesh, in_specs, w_spec)(x, w, dout)
 
         run.defvjp(lambda *operands: (run(*operands), operands), backward)
         return run(x, w)
@@ -272,13 +269,7 @@ class Sharder:
             return w
         spec = compute_spec(dims, w.shape[1:], self.mesh, self.rules)
         in_specs = PartitionSpec(self.nodes.outer, *spec)
-        split = jax.shard_map(
-            operator.itemgetter(0),
-            mesh=self.nodes.mesh,
-            in_specs=in_specs,
-            out_specs=spec,
-            check_vma=False,
-        )
+        split = shard_map(operator.itemgetter(0), self.nodes.mesh, in_specs, spec)
         return self._constrain(split(w), spec)
 
     def _is_copy(self, w: jax.Array, dims: Axes) -> bool:
@@ -354,13 +345,10 @@ class Sharder:
             return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
 
         tokens_spec, out_spec = PartitionSpec(rows, sequence), PartitionSpec(rows, residual)
-        # check_vma: the gradients of tokens are partial sums over tensor, of weights over the other
-        # axes.
+        # Gradients of tokens are partial sums over tensor, of weights over the other axes.
         specs = tree.unflatten(list(map(weight_spec, leaves, dims)))
         in_specs, out_specs = (translated(tokens_spec), specs), translated(out_spec)
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )(tokens, weights)
+        return shard_map(local, mesh, in_specs, out_specs)(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
         return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))

@@ -45,7 +45,7 @@ from jaxlc.core import hardware, scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.block import over_chunks, rms_norm
-from jaxlc.sharding.mesh import Nodes
+from jaxlc.sharding.mesh import Nodes, shard_map
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 
 # beyond 4096 the traffic is below a quarter of the products' time
@@ -281,9 +281,7 @@ def _over_ranks(
     if differentiated is not None:
         out_specs = (*out_specs, head_gradient)
     in_specs = (hidden, everywhere, head, tokens, tokens, hidden)
-    mapped = jax.shard_map(
-        local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = shard_map(local, spec.mesh_in_use, in_specs, out_specs)
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT, teacher)
 
 

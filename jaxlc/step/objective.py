@@ -54,7 +54,7 @@ from jaxlc.posttrain.losses import (
     over_microbatches,
     policy_sums,
 )
-from jaxlc.sharding.mesh import Nodes, nodes_of
+from jaxlc.sharding.mesh import Nodes, nodes_of, shard_map
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import precision, update
 from jaxlc.step.batch import (
@@ -153,7 +153,7 @@ class NodeCopies:
                         x = lax.all_gather(x, axes, axis=dim, tiled=True)
                 return jnp.expand_dims(x, _nodes_dim(dims))
 
-            return self._mapped(gather, spec, out_spec)(stored)
+            return shard_map(gather, self.nodes.mesh, spec, out_spec)(stored)
 
         return jax.tree.map_with_path(copy, params, dims)
 
@@ -181,7 +181,7 @@ class NodeCopies:
                     x, tuple(axis for axis in self.nodes.outer if axis in remaining)
                 ).astype(gradient.dtype)
 
-            return self._mapped(scatter, copy, spec)(gradient)
+            return shard_map(scatter, self.nodes.mesh, copy, spec)(gradient)
 
         return jax.tree.map_with_path(add, gradients, dims)
 
@@ -202,10 +202,6 @@ class NodeCopies:
         """The dtype in which a parameter is gathered, and its gradient summed, across nodes."""
         is_layer = is_layers(path[0].key)
         return self.compute_dtype if is_layer and self.reduce == "compute" else dtype
-
-    def _mapped(self, function, in_spec: PartitionSpec, out_spec: PartitionSpec):
-        specs = dict(in_specs=(in_spec,), out_specs=out_spec, check_vma=False)
-        return jax.shard_map(function, mesh=self.nodes.mesh, **specs)
 
 
 def _nodes_dim(dims: tuple[str, ...]) -> int:

@@ -27,6 +27,7 @@ from jaxlc.config import OptimizerConfig
 from jaxlc.core import scopes
 from jaxlc.models.lora import insert
 from jaxlc.models.offloaded_layers import layer_of
+from jaxlc.sharding.mesh import shard_map
 from jaxlc.sharding.rules import axes_of, is_vector, storage_spec
 from jaxlc.step.state import DEVICE, is_masked, is_on_host, memory_kind_of, to_memory_kind
 
@@ -201,8 +202,7 @@ def _orthogonalized(
             x = lax.all_to_all(x, axes, 1 + dim - num_batch_dims, 0, tiled=True)
         return x[:num_matrices].reshape(local_shape)
 
-    split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return split(x)
+    return shard_map(local, mesh, spec, spec)(x)
 
 
 def _orthogonalized_matrices(

@@ -32,7 +32,7 @@ from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory import explained
 from jaxlc.runtime.start import start_training
 from jaxlc.runtime.watchdog import wait_for_processes
-from jaxlc.sharding.mesh import make_mesh
+from jaxlc.sharding.mesh import make_mesh, shard_map
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
 from jaxlc.step.loss import TokenLoss
@@ -121,9 +121,7 @@ def jitted_allocation(mesh: Mesh, num_bytes: int) -> Callable[[], jax.Array]:
         _, parts = lax.scan(write_part, None, jnp.arange(num_parts).astype(jnp.uint8))
         return jax.device_put(parts[-1, -1], jax.memory.Space.Device)
 
-    return jax.jit(
-        jax.shard_map(write, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
-    )
+    return jax.jit(shard_map(write, mesh, (), PartitionSpec()))
 
 
 @checked

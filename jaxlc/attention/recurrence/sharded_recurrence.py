@@ -26,7 +26,7 @@ from jaxlc.attention.state_passing import predecessors
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.mesh import Ranks, shard_map
 
 
 class GroupTable(NamedTuple):
@@ -234,30 +234,19 @@ class Operands(NamedTuple):
     @property
     def specs(self) -> "Operands":
         """How the arrays are split on the mesh."""
-
-        def of_filter(x):
-            return PartitionSpec(*[None] * (x.ndim - 2), TENSOR)
-
-        specs = jax.tree.map(lambda _: HEADS, self)
-        return specs._replace(filters=jax.tree.map(of_filter, self.filters))
+        filters = jax.tree.map(
+            lambda x: PartitionSpec(*[None] * (x.ndim - 2), TENSOR), self.filters
+        )
+        return jax.tree.map(lambda _: HEADS, self)._replace(filters=filters)
 
     def split_over(self, num_ranks: int) -> "Operands":
         """With the heads of q and k repeated up to the number of ranks that split them, if there
         are fewer."""
-        filter_q, filter_k, filter_v = self.filters
-
-        def repeated(x, axis):
-            return repeat_heads(x, num_ranks, axis)
-
-        def repeated_filter(conv):
-            bias = None if conv.bias_hW is None else repeated(conv.bias_hW, 0)
-            return Filter(repeated(conv.taps_PhW, 1), bias)
-
-        return self._replace(
-            q_BTGK=repeated(self.q_BTGK, 2),
-            k_BTGK=repeated(self.k_BTGK, 2),
-            filters=(repeated_filter(filter_q), repeated_filter(filter_k), filter_v),
+        *of_keys, filter_v = self.filters
+        q, k, filters = jax.tree.map(
+            lambda x: repeat_heads(x, num_ranks, x.ndim - 2), (self.q_BTGK, self.k_BTGK, of_keys)
         )
+        return self._replace(q_BTGK=q, k_BTGK=k, filters=(*filters, filter_v))
 
     def tokens(self, q, k, v, *segments) -> Tokens:
         """With q, k and v after their convolutions; `segments` are the other fields of `Tokens`."""
@@ -298,7 +287,7 @@ class ShardedRecurrence(NamedTuple):
             group_table, ranks=self._ranks, num_chains=self.num_chains, num_before=max(1, self.num_taps - 1),
             most_tokens=sharded_rule.GROUP_TOKENS,
         )  # fmt: skip
-        return self._split(local, (_TOKENS, _TOKENS), _TOKENS)(fragments_BT, segments_BT)
+        return shard_map(local, self.mesh, (_TOKENS, _TOKENS), _TOKENS)(fragments_BT, segments_BT)
 
     def __call__(self, *operands, ranges: Documents | GroupTable | None = None) -> jax.Array:
         """out_BTHV in the dtype of q.
@@ -316,17 +305,11 @@ class ShardedRecurrence(NamedTuple):
             local = functools.partial(_mixed_by_document, **how)
         else:
             local = functools.partial(_mixed, num_fragments=2 if ranks.size > 1 else 1, **how)
-        return self._split(local, in_specs, HEADS)(operands, ranges)
+        return shard_map(local, self.mesh, in_specs, HEADS)(operands, ranges)
 
     @property
     def _ranks(self) -> Ranks:
         return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
-
-    def _split(self, local, in_specs, out_specs):
-        # check_vma: as in `sharded_rule._split`.
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
 
 
 def _mixed(

@@ -39,7 +39,7 @@ from jaxlc.attention.strategies.strategy import (
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.mesh import Ranks, shard_map
 
 GROUP_TOKENS = 1024
 _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of dimension 128
@@ -316,12 +316,8 @@ def _split(
     specs += [None if arrays[num_with_heads] is None else PartitionSpec(axes.batch, axes.context)]
     specs += [PartitionSpec(None, axes.head)] * (len(arrays) - len(specs))
     ranks = Ranks(axes.context, mesh.shape[axes.context])
-    # check_vma: every operand but the weights varies over every axis that splits it, so the
-    # tracking is not needed.
     local = functools.partial(local, ranks=ranks, **dict(settings))
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False
-    )(*arrays)
+    return shard_map(local, mesh, tuple(specs), specs[0])(*arrays)
 
 
 def _local_ranks(context_axis: str) -> Ranks:

@@ -41,7 +41,7 @@ from jaxlc.attention.recurrence.sharded_rule import groups_of
 from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.mesh import Ranks, shard_map
 
 _TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
 _TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
@@ -75,7 +75,7 @@ class TiledRecurrence(NamedTuple):
         own = jax.tree.map(
             lambda x: tiles_of(x, self.mesh.shape[CONTEXT], self.tiles), (segments_BT, prefixes_BTD)
         )
-        before = self._split(self._before_pieces, (_SPLIT_TILES, _TILES), _TILES)(*own)
+        before = shard_map(self._before_pieces, self.mesh, (_SPLIT_TILES, _TILES), _TILES)(*own)
         return TileSegments(own[0], before, own[1])
 
     def tokens_before(self, x_nBtD: jax.Array, prefixes_nBtD: jax.Array | None) -> jax.Array:
@@ -90,7 +90,7 @@ class TiledRecurrence(NamedTuple):
             before_bntD = self._before_pieces(*tiles).swapaxes(0, 1)
             return before_bntD.reshape(len(before_bntD), -1, before_bntD.shape[-1])
 
-        return self._split(local, (_SPLIT_TILES, _TILES), _TOKENS)(x_nBtD, prefixes_nBtD)
+        return shard_map(local, self.mesh, (_SPLIT_TILES, _TILES), _TOKENS)(x_nBtD, prefixes_nBtD)
 
     def before_tiles(self, x_BtHV: jax.Array) -> jax.Array:
         """Projections of `tokens_before`, [n, B, ranks x 2 x tokens, H, V]."""
@@ -98,7 +98,7 @@ class TiledRecurrence(NamedTuple):
         def local(x_bthV):
             return x_bthV.reshape(len(x_bthV), self.tiles, -1, *x_bthV.shape[2:]).swapaxes(0, 1)
 
-        return self._split(local, (HEADS,), PartitionSpec(None, *HEADS))(x_BtHV)
+        return shard_map(local, self.mesh, (HEADS,), PartitionSpec(None, *HEADS))(x_BtHV)
 
     def before(
         self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array, segments: TileSegments
@@ -119,8 +119,7 @@ class TiledRecurrence(NamedTuple):
           operands: the fields of `Operands`, for the tokens of a tile.
           before: of this tile.
         """
-        call = self._call(_maps, Affine(_PIECES, _PIECES))
-        return call(self._split_over(operands), before, segments)
+        return self._call(_maps, Affine(_PIECES, _PIECES), operands, before, segments)
 
     def states(self, maps: Affine) -> jax.Array:
         """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles,
@@ -129,7 +128,7 @@ class TiledRecurrence(NamedTuple):
 
         pieces = PartitionSpec(None, *_PIECES)
         local = functools.partial(tile_states, ranks=self._ranks)
-        return self._split(local, (Affine(pieces, pieces),), pieces)(maps)
+        return shard_map(local, self.mesh, (Affine(pieces, pieces),), pieces)(maps)
 
     def outputs(
         self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments
@@ -137,20 +136,15 @@ class TiledRecurrence(NamedTuple):
         """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as of
         `maps`.
         """
-        call = self._call(_outputs, HEADS, states)
-        return call(self._split_over(operands), before, segments, states)
+        return self._call(_outputs, HEADS, operands, before, segments, states)
 
     def _split_over(self, operands: tuple) -> Operands:
         return Operands(*operands).split_over(self.mesh.shape[TENSOR])
 
-    def _call(self, local, out_specs, *states):
-        local = functools.partial(local, rule=self.rule)
-
-        def call(operands: Operands, before, segments, *states):
-            in_specs = (operands.specs, (HEADS,) * 3, _TOKENS, *(_PIECES for _ in states))
-            return self._split(local, in_specs, out_specs)(operands, before, segments, *states)
-
-        return call
+    def _call(self, local: Callable, out_specs, operands: tuple, before, segments, *states):
+        operands, local = self._split_over(operands), functools.partial(local, rule=self.rule)
+        in_specs = operands.specs, (HEADS,) * 3, _TOKENS, *(_PIECES for _ in states)
+        return shard_map(local, self.mesh, in_specs, out_specs)(operands, before, segments, *states)
 
     @property
     def _before_pieces(self) -> Callable:
@@ -164,12 +158,6 @@ class TiledRecurrence(NamedTuple):
     @property
     def _ranks(self) -> Ranks:
         return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
-
-    def _split(self, local, in_specs, out_specs):
-        # check_vma: as in `sharded_rule._split`.
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
 
 
 def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Rule) -> Affine:

@@ -39,7 +39,7 @@ from jaxlc.attention.strategies.strategy import (
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.mesh import Ranks, split_context
+from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
 @jax.named_scope(scopes.REORDER)
@@ -314,11 +314,7 @@ class ShardedAttention:
         )
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
-        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked variance. Every operand
-        # varies over every axis here, so the tracking is not needed.
-        split = jax.shard_map(
-            local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        split = shard_map(local, self.split_mesh, in_specs, out_specs)
 
         def call(*operands):
             with _current_mesh(self.split_mesh):

@@ -130,8 +130,8 @@ class Family:
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
     length_field: str = "max_position_embeddings"  # of the longest sequence
-    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. Fields
-    # that the functions above read are known by their entry here. With
+    # The values that transformers uses for fields that are absent; a needed field that is absent here is required.
+    # Fields that only the functions above read are known if they are here, or in `irrelevant`. With
     # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with
     # llama_4_scaling_beta, YaRN may scale queries.
     defaults: Mapping[str, Any] = field(default_factory=dict)
