@@ -195,8 +195,8 @@ class TrainingScorer:
             else None
         )
         self._encode = PromptEncoder(tokenizer=tokenizer, template=template)
-        self._model: LanguageModel | None = None
-        self._generator: Generator | None = None
+        self._model = LanguageModel(step, None, tokenizer)
+        self._generator = Generator(step, None, tokenizer)
 
     def check(self) -> None:
         """Makes an example of each task, without a model.
@@ -227,15 +227,10 @@ class TrainingScorer:
         def generator() -> Generator:
             nonlocal is_copied
             if not is_copied:
-                if self._generator is None:
-                    self._generator = Generator(self._step, params, self._tokenizer)
-                else:
-                    self._generator.set_params(params)
+                self._generator.set_params(params)
                 is_copied = True
             return self._generator
 
-        if self._model is None:
-            self._model = LanguageModel(self._step, params, self._tokenizer)
         self._model.params = params
         evaluated = EvaluatedModel(
             encode=self._encode,

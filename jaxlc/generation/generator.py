@@ -323,7 +323,7 @@ class Generator:
     def __init__(
         self,
         step: TrainStep,
-        params: dict,
+        params: dict | None,
         tokenizer: Tokenizer,
         *,
         is_pretrained: bool = False,
@@ -332,7 +332,7 @@ class Generator:
         """
         Args:
           step: the training step of the model, for its config and mesh.
-          params: the tree of `decoder.init`, sharded over the mesh.
+          params: the tree of `decoder.init`, sharded over the mesh. None: see `set_params`.
           copies: copy the parameters in the compute dtype. False: the programs read `params` and cast each layer, as a
             training step does.
           is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.

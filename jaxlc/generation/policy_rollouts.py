@@ -19,7 +19,6 @@ from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.encoder import stops_of
-from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.sampling import Sampling
@@ -33,7 +32,6 @@ from jaxlc.posttrain.agents import (
 )
 from jaxlc.posttrain.rewards import in_thread
 from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
-from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
 HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
@@ -48,17 +46,11 @@ class PolicyRollouts:
     programs remain.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Prompt],
-        eval_prompts: Sequence[Prompt] = (),
-    ):
-        self._step, self._tokenizer, self._num_prompts = step, tokenizer, len(prompts)
-        self._prompts = (*prompts, *eval_prompts)
-        self._agents = make_agents(step.config, tokenizer, self._prompts)
-        self._generator: Generator | None = None
+    def __init__(self, step: TrainStep, source: Rollouts):
+        self._step, self._source = step, source
+        self._prompts = (*source.prompts, *source.eval_prompts)
+        self._agents = make_agents(step.config, source.tokenizer, self._prompts)
+        self._generator = Generator(step, None, source.tokenizer)
 
     @property
     def lines(self) -> list[str]:
@@ -71,18 +63,18 @@ class PolicyRollouts:
             f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB",
         ]
 
-    def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
+    def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists, as after a resume; every
         process calls it.
         """
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
-        config, num_prompts = self._step.config, self._num_prompts
+        config, num_prompts = self._step.config, len(self._source.prompts)
         prompts, traces = prompts_of_step(config, num_prompts, step), []
         asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
         for attempt in itertools.count():
-            traces += self._answers(params, prompts, step, attempt, path, workdir)
+            traces += self._answers(params, prompts, step, attempt, path)
             if len(asked) == most:
                 break
             num_lacking = int(broadcast_one_to_all(np.int32(_num_without_advantage(traces))))
@@ -98,16 +90,16 @@ class PolicyRollouts:
         if jax.process_index() == 0:
             write_rollouts(traces, path)
 
-    def heldout(self, params: dict, step: int, path: Path, workdir: Path) -> dict[str, float]:
+    def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
         """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
         parameters of `step`; every process calls it.
         """
-        numbers = list(range(self._num_prompts, len(self._prompts)))
-        traces = self._answers(params, numbers, step, HELDOUT, path, workdir)
+        numbers = list(range(len(self._source.prompts), len(self._prompts)))
+        traces = self._answers(params, numbers, step, HELDOUT, path)
         return means_of(traces, path)
 
     def _answers(
-        self, params: dict, prompts: list[int], step: int, attempt: int, path: Path, workdir: Path
+        self, params: dict, prompts: list[int], step: int, attempt: int, path: Path
     ) -> list[dict[str, Any]]:
         """The answers to prompts with their rewards, in process 0; in others none.
 
@@ -118,37 +110,24 @@ class PolicyRollouts:
         if jax.process_index() == 0:
             answers = self._agents.rollouts(prompts, step, step - 1, rounds)
             result = rounds.started(answers)
-        generator = self._with_params(params)
+        self._generator.set_params(params)
         try:
             while len(batch := _shared(rounds.next() if result else [])):
-                turns = self._generate(generator, batch, num_agents, step, attempt, workdir)
-                rounds.answer(turns)
+                rounds.answer(self._generate(batch, num_agents, step, attempt))
         finally:  # the next training step donates the parameters
-            generator.set_params(None)
+            self._generator.set_params(None)
         if result is None:
             return []
         traces = result.result()
         check_failures(traces, self._step.config, path)
         return traces
 
-    def _with_params(self, params: dict) -> Generator:
-        if self._generator is None:
-            self._generator = Generator(self._step, params, self._tokenizer)
-        else:
-            self._generator.set_params(params)
-        return self._generator
-
     def _generate(
-        self,
-        generator: Generator,
-        batch: list[Request],
-        num_agents: int,
-        step: int,
-        attempt: int,
-        workdir: Path,
+        self, batch: list[Request], num_agents: int, step: int, attempt: int
     ) -> list[Turn]:
-        config = self._step.config
-        stops = stops_of(config, self._tokenizer, original_of(config.model.init_from, workdir))
+        config, source = self._step.config, self._source
+        original = original_of(config.model.init_from, source.workdir)
+        stops = stops_of(config, source.tokenizer, original)
         sampling = Sampling(
             temperature=config.posttrain.temperature,
             top_p=config.rollouts.top_p,
@@ -158,7 +137,7 @@ class PolicyRollouts:
         # a power of two, since each number of prompts has its own programs
         num_more = min(num_agents, 2 ** (len(batch) - 1).bit_length()) - len(batch)
         padded = batch + batch[:1] * num_more
-        generations = generator(
+        generations = self._generator(
             [request.ids for request in padded],
             max_tokens=max(request.max_tokens for request in batch),
             sampling=sampling,
@@ -176,7 +155,7 @@ class PolicyRollouts:
         return Turn(
             tokens=tokens,
             log_probs=generation.log_probs[: len(tokens)],
-            text=self._tokenizer.decode(tokens) if is_cut else generation.text,
+            text=self._source.tokenizer.decode(tokens) if is_cut else generation.text,
             reason="length" if is_cut else generation.finish_reason,
             experts=None if experts is None else experts[: len(request.ids) + len(tokens) - 1],
         )
@@ -250,7 +229,7 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
         raise Unsupported(
             "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
         )
-    return PolicyRollouts(step, source.tokenizer, source.prompts, source.eval_prompts)
+    return PolicyRollouts(step, source)
 
 
 def means_of(traces: Sequence[dict[str, Any]], path: Path) -> dict[str, float]:

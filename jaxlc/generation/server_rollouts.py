@@ -70,7 +70,7 @@ class ServerRollouts:
         place = displayed(self._directory)
         return [f"rollouts   by the server {self._config.rollouts.server}; adapters in {place}"]
 
-    def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
+    def __call__(self, params: dict, step: int, path: Path) -> None:
         """Publishes the parameters before `step`, and asks for the rollouts of the steps that can be
         made; every process calls it.
         """
@@ -83,7 +83,7 @@ class ServerRollouts:
                 self._asked.add(later)
                 self._submit(self._write(later)).add_done_callback(self._ended)
 
-    def heldout(self, params: dict, step: int, path: Path, workdir: Path) -> dict[str, float]:
+    def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
         """Means over the answers to rollouts.eval_prompts, as `PolicyRollouts.heldout`."""
         self._publish(params, step)
         records = []

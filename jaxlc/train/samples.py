@@ -50,7 +50,7 @@ class Sampler:
         if any(not ids.size for ids in self._prompts):
             raise UserError("config.train.sample_prompts has an empty prompt; remove it")
         self._step, self._tokenizer, self._template = step, tokenizer, template
-        self._generator: Generator | None = None
+        self._generator = Generator(step, None, tokenizer, copies=False)
         self.problem = ""
 
     @property
@@ -73,8 +73,6 @@ class Sampler:
             top_p=1.0 if is_greedy else _TOP_P,
             seed=train.seed % 2**32,
         )
-        if self._generator is None:
-            self._generator = Generator(self._step, params, self._tokenizer, copies=False)
         self._generator.set_params(params)
         try:
             generations = self._generator(

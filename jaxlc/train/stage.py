@@ -132,7 +132,7 @@ class StageRun(Outputs):
         )
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
-                maker(position.state.params, step, sequences.path(step), self.workdir)
+                maker(position.state.params, step, sequences.path(step))
         sequences.need(step)
         return position
 
@@ -207,7 +207,7 @@ class StageRun(Outputs):
         path = stage.data.source.train.path(step)
         path = path.with_suffix(f".heldout{path.suffix}")
         with watchdog.phase("generation"), self.progress.spinner("evaluating rewards"):
-            means = stage.rollout_maker.heldout(position.state.params, step, path, self.workdir)
+            means = stage.rollout_maker.heldout(position.state.params, step, path)
         self.metrics.write(step=step, **{f"{HELDOUT_REWARD}/{x}": means[x] for x in means})
         self.checkpoints.add_evaluation(step, **{HELDOUT_REWARD: means["mean"]})
         return position

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -200,7 +201,10 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
     tokenizer = load_tokenizer(own.data.tokenizer, end_token=own.data.end_token)
     prompts, _ = open_prompts(own, tokenizer)
     params = step.init(None).params
-    PolicyRollouts(step, tokenizer, prompts)(params, 1, tmp_path / "1.jsonl", tmp_path)
+    source = SimpleNamespace(
+        prompts=prompts, eval_prompts=(), tokenizer=tokenizer, workdir=tmp_path
+    )
+    PolicyRollouts(step, source)(params, 1, tmp_path / "1.jsonl")
     expected = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
     stops = stops_of(own, tokenizer, None)
     generator, lock = Generator(step, params, tokenizer), threading.Lock()

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
@@ -278,7 +279,12 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
         run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"}
     )
     prompts, _ = open_prompts(config, run.tokenizer)
-    maker = PolicyRollouts(replace(run.train_step, config=config), run.tokenizer, prompts)
+    maker = PolicyRollouts(
+        replace(run.train_step, config=config),
+        SimpleNamespace(
+            prompts=prompts, eval_prompts=(), tokenizer=run.tokenizer, workdir=run.workdir
+        ),
+    )
     (run.workdir / "pretrained").mkdir()
     (run.workdir / "pretrained" / "config.json").write_text(
         '{"text_config": {"eos_token_id": [7, 9]}}'
@@ -288,7 +294,7 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
         maker, "_generator", Mock(side_effect=lambda *_, **settings: asked.update(settings) or [])
     )
     with pytest.raises(ValueError, match="zip"):
-        maker(run.params, 1, tmp_path / "1.jsonl", run.workdir)
+        maker(run.params, 1, tmp_path / "1.jsonl")
     assert (asked["stop"], asked["stop_ids"]) == (["<|im_end|>"], [256, 7, 9])
 
 
@@ -307,7 +313,12 @@ def test_groups_without_advantage_are_replaced_up_to_the_limit(tmp_path, monkeyp
     )
     config = with_settings(run.config, {name: str(x) for name, x in settings.items()})
     prompts, _ = open_prompts(config, run.tokenizer)
-    maker = PolicyRollouts(replace(run.train_step, config=config), run.tokenizer, prompts)
+    maker = PolicyRollouts(
+        replace(run.train_step, config=config),
+        SimpleNamespace(
+            prompts=prompts, eval_prompts=(), tokenizer=run.tokenizer, workdir=run.workdir
+        ),
+    )
     seeds = []
 
     def generate(prompts, sampling, **_):
@@ -326,7 +337,7 @@ def test_groups_without_advantage_are_replaced_up_to_the_limit(tmp_path, monkeyp
         seeds.clear()
         path = tmp_path / f"{step}.jsonl"
         path.unlink(missing_ok=True)
-        maker(run.params, step, path, run.workdir)
+        maker(run.params, step, path)
         records = [json.loads(line) for line in path.read_text().splitlines()]
         asked.append([record["text"]["prompt"][0] for record in records[::2]])
         useful = [record for record in records if record["reward"] > 0]
