@@ -83,15 +83,20 @@ def make_mesh(
 
 
 def _loaded(
-    source: str | Path | Result, step: int | None, mesh: Mapping[str, int] | None
+    source: str | Path | Result,
+    step: int | None,
+    mesh: Mapping[str, int] | None,
+    adapter: str | Path = "",
 ) -> Result:
-    """`source`, or the `Result` of a path. Raises UserError for step or mesh with a `Result`, which
-    has both.
+    """`source`, or the `Result` of a path. Raises UserError for other arguments with a `Result`,
+    which has them.
     """
     if isinstance(source, (str, os.PathLike)):
-        return load(source, step=step, mesh=mesh)
-    if step is not None or mesh is not None:
-        raise UserError("step and mesh have no effect with a Result: pass them to jaxlc.load")
+        return load(source, step=step, mesh=mesh, adapter=adapter)
+    if step is not None or mesh is not None or adapter:
+        raise UserError(
+            "step, mesh and adapter have no effect with a Result: pass them to jaxlc.load"
+        )
     return source
 
 
@@ -114,6 +119,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     chat: bool = False,
     chat_template: str = "",
+    adapter: str | Path = "",
 ) -> Generation | list[Generation]:
     """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
 
@@ -138,6 +144,7 @@ def generate(
       stream: called with the index of a prompt and its new text as soon as the text is known.
       chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
       chat_template: with `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
+      adapter: as in `load`; only with a path.
     Returns:
       The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
     Raises:
@@ -153,7 +160,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    result = _loaded(source, step, mesh)
+    result = _loaded(source, step, mesh, adapter)
 
     generations = generate_text(
         result,

@@ -255,8 +255,9 @@ def check_arguments(arguments: list[str]) -> None:
     raises UserError.
     """
     verb, *flags = arguments
-    # The model is read when the flags are parsed, and need not exist on this machine.
-    flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
+    # The model is read when the flags are parsed, and need not exist on this machine; its adapters need it.
+    models = "--config.model.init_from=", "--config.lora.init_from="
+    flags = [flag for flag in flags if not flag.startswith(models)]
     flags = [flag for flag in flags if verb != "data" or flag not in ("report", "show")]
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
     takes_paths = verb in (

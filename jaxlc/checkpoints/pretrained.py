@@ -34,8 +34,9 @@ from jaxlc.config.models.pretrained import (
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed, local_path
+from jaxlc.hf.adapters import read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
-from jaxlc.hf.load import ROUNDED, VOCAB, left_out, load_params, open_files
+from jaxlc.hf.load import ROUNDED, VOCAB, left_out, load_params, open_files, paths_of
 from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
@@ -55,19 +56,26 @@ def check_pretrained(step: TrainStep) -> None:
     else:
         family = family_of(pretrained.config_json(), model)
         open_files(pretrained.directory, family, abstract, dims, model=model)
+    if step.config.lora.init_from:
+        _adapters_of(step)
 
 
 def load_pretrained(
-    step: TrainStep, progress: Callable[[int, int], None] | None = None
+    step: TrainStep,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    initial_adapters: bool = False,
 ) -> tuple[dict, str]:
     """The parameters of config.model.init_from, with the shardings of `step`, and a line that
     describes them.
 
-    Adapters of LoRA have their initial values. If config.model.vocab_size is larger than the
-    vocabulary of the model, the rows of new tokens are added: see `_with_new_rows`.
+    Adapters of LoRA are those of config.lora.init_from, or have their initial values. If
+    config.model.vocab_size is larger than the vocabulary of the model, the rows of new tokens are
+    added: see `_with_new_rows`.
 
     Args:
       progress: called with the bytes of parameters done and in total.
+      initial_adapters: do not read config.lora.init_from.
     Raises:
       UserError: the model cannot be read, differs from the config, or has NaN or infinite values.
     """
@@ -95,8 +103,24 @@ def load_pretrained(
         if not step.frozen.isdisjoint(names):
             line += f", which are frozen: config.train.trainable={','.join(names)} trains them"
     if adapter_names:
-        params = lora.join(params, step.init_params(adapter_names))
+        if step.config.lora.init_from and not initial_adapters:
+            adapters = _adapters_of(step)
+            line += f"; adapters {step.config.lora.init_from}"
+        else:
+            adapters = step.init_params(adapter_names)
+        params = lora.join(params, adapters)
     return params, line
+
+
+def _adapters_of(step: TrainStep) -> dict:
+    """The adapters in config.lora.init_from, sharded as the training state."""
+    adapters: dict = {}
+    abstract = {x: y for x, y in paths_of(step.abstract_state.params) if is_adapter(x)}
+    for path, array in read_adapters(step.config, abstract).items():
+        target = abstract[path]
+        placed = jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
+        lora.insert(adapters, path.split("/"), placed)
+    return adapters
 
 
 def keep_description(model: ModelConfig, workdir: Path) -> str:
@@ -339,7 +363,9 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
       UserError: the frozen parameters differ from the ones that the checkpoint was trained on.
     """
     params = (
-        load_pretrained(step)[0] if step.config.model.init_from else step.init_params(step.frozen)
+        load_pretrained(step, initial_adapters=True)[0]
+        if step.config.model.init_from
+        else step.init_params(step.frozen)
     )
     if _fingerprint(step, params) != base["fingerprint"]:
         raise UserError(

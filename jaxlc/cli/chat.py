@@ -43,7 +43,9 @@ def _chat(command: ParsedCommand[Flags]) -> int:
     from jaxlc.generation.sampling import Sampling
 
     session = ChatSession(
-        jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh)),
+        jaxlc.load(
+            flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh), adapter=flags.adapter
+        ),
         system=flags.system,
         sampling=Sampling(**sampling_settings(flags)),
         max_tokens=flags.max_tokens,

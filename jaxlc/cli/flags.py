@@ -43,6 +43,7 @@ class SamplingFlags(ModelFlags):
     repetition_penalty: Above0[float] = 1.0
     seed: int = 0  # random seed of sampling
     step: int | None = None  # checkpoint to use; default: the latest
+    adapter: str = ""  # directory of peft with LoRA adapters of the Hugging Face model SOURCE
 
 
 def sampling_settings(flags: SamplingFlags) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def _generate(command: ParsedCommand[Flags]) -> int:
         chunk_tokens=flags.chunk_tokens,
         chat=flags.chat,
         chat_template=flags.chat_template,
+        adapter=flags.adapter,
         stream=lambda _, new: print(new, end="", flush=True),
     )
     print()

@@ -127,6 +127,7 @@ use config.lora.rank <- lora lora_r lora_rank r adapter use_lora use_peft peft_c
 use config.lora.alpha <- lora_alpha
 use config.lora.projections <- target_modules lora_target_modules lora_target_linear lora_target lora_layers
 use config.lora.rslora <- use_rslora peft_use_rslora
+use config.lora.init_from <- lora_model_dir adapter_name_or_path peft_model_path lora_path
 use config.mesh.tensor <- tp tp_size tensor_parallel tensor_model_parallel_size tensor_parallel_size
     tensor_parallel_degree ici_tensor_parallelism
 use config.mesh.context <- cp cp_size context_parallel context_parallel_size context_parallel_degree sp sp_size

@@ -161,6 +161,9 @@ class LoraConfig:
     # query_down and query_up, latent, key_value; in layers of experts expert_gate, expert_up, expert_down, an adapter
     # for each expert. mlp_gate, mlp_up and mlp_down are those of dense layers and of shared experts.
     projections: tuple[str, ...] = MATMUL_NAMES
+    # directory of adapters that peft or jaxlc export --adapters wrote, to start from instead of random ones
+    # (docs/lora.md). The other settings of lora must be equal to theirs
+    init_from: str = field(default="", repr=False)
 
     @property
     def scale(self) -> float:

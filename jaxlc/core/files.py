@@ -65,7 +65,7 @@ _ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode())
 _LFS_POINTER = b"version https://git-lfs"
 ADAPTER_FILE = "adapter_config.json"  # of peft
 _OTHER_FORMATS = {  # end of the name of a file -> what to do
-    ADAPTER_FILE: "merge the adapters into their base model with merge_and_unload of peft, and use the result",
+    ADAPTER_FILE: "use the base model of the adapters, and lora.init_from or --adapter for them (docs/lora.md)",
     ".gguf": "GGUF is not read; use the directory of the model with config.json and safetensors files",
     ".bin": "PyTorch files are not read; convert them with save_pretrained of transformers",
     ".safetensors": "expected a directory with config.json, and model.safetensors or the index of several files",

@@ -1,4 +1,4 @@
-"""Adapters of LoRA: merged into the weights, or written as a directory that `peft` opens.
+"""Adapters of LoRA: merged into the weights, or written as and read from a directory of `peft`.
 
 adapter_config.json        rank, alpha, the projections ("target_modules"), those of experts ("target_parameters"), and
                            the modules that are trained themselves ("modules_to_save"), such as embeddings and norms
@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,10 +19,15 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
+from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.families import Family
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.files import TensorWriter
-from jaxlc.hf.load import Layout, layouts_of, paths_of
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.pretrained import locate, read_json
+from jaxlc.config.values import as_argument
+from jaxlc.core.errors import Unsupported, UserError, raise_all
+from jaxlc.core.files import ADAPTER_FILE, local_path
+from jaxlc.hf.files import TensorFiles, TensorWriter
+from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
@@ -30,11 +36,16 @@ from jaxlc.models.lora import LORA, frozen_names
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
 _WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
-_CONFIG_FILE, WEIGHTS_FILE, _PREFIX = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "base_model.model.",
+WEIGHTS_FILE, _PREFIX = "adapter_model.safetensors", "base_model.model."
+# Fields of adapter_config.json with which adapters compute something else, or have other tensors.
+_UNSUPPORTED = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config"),
+    *("kasa_config", "velora_config", "monteclora_config"),
 )
+# Of init_lora_weights. Others, such as pissa, change the weights of the base.
+_SUPPORTED_INIT = (True, False, None, "gaussian", "orthogonal", "eva")
+_MAX_NAMES = 3  # of tensors in an error
 
 
 class Params(Protocol):
@@ -105,16 +116,15 @@ def write_adapters(
             "the run has no adapters (config.lora.rank is 0): export it without --adapters"
         )
     model = config.model
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    layouts = {path: _named_as_module(layout, family, prefix) for path, layout in layouts.items()}
+    layouts = _layouts(model, family, prefix)
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
             "unsupported: adapters for peft with a trained embedding that is also the output head"
             " (model.tie_embeddings); export without --adapters"
         )
-    modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
+    modules = _stored_modules(config.lora.projections, layouts)
+    experts = _stored_experts(config, layouts)
     names = {_module(parts[0]) for parts in modules.values()}
     if family.model_type in _WITHOUT_OUT_PROJ and "out_proj" in names:
         raise Unsupported(
@@ -157,7 +167,137 @@ def write_adapters(
         inference_mode=True,
         lora_dropout=0.0,
     )
-    (target / _CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    (target / ADAPTER_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_adapters(
+    config: Config, abstract: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+    """The adapters in config.lora.init_from by path, float32: the inverse of `write_adapters`.
+
+    `peft` gives a module of several projections one adapter of the usual rank: lora_A is that of
+    each projection, and lora_B has the rows of all of them.
+
+    Args:
+      abstract: shapes of the adapters of the config by path.
+    Raises:
+      UserError: as `adapter_settings`; or the settings, names or shapes differ from the config.
+      Unsupported: as `adapter_settings`; or modules have ranks of their own.
+    """
+    own = config.lora
+    content, files, layouts = _opened(config)
+    settings = adapter_settings(config)
+    if _modules_of(own.projections, layouts) == _modules_of(settings["projections"], layouts):
+        settings["projections"] = own.projections
+    raise_all(
+        f"config.lora.{name}={as_argument(vars(own)[name])} contradicts {own.init_from}: use"
+        f" --config.lora.{name}={as_argument(value)}"
+        for name, value in settings.items()
+        if vars(own)[name] != value
+    )
+    modules = _stored_modules(own.projections, layouts)
+    experts = _stored_experts(config, layouts)
+    for name, pattern in _patterns(config, modules, experts).items():
+        if content.get(name, {}) not in ({}, pattern):
+            raise _unsupported(config, f"{name}={content[name]}")
+    # The entries of parameters are places in `values` from 1 on: the tensors to write have the
+    # place of each entry of a file, and 0 for those that are always 0.
+    ends = np.cumsum([1, *(x.size for x in abstract.values())])
+    places = {
+        path: end + np.arange(x.size).reshape(x.shape)
+        for (path, x), end in zip(abstract.items(), ends)
+    }
+    params = SimpleNamespace(
+        abstract=abstract, read=lambda paths: {path: places[path] for path in paths}
+    )
+    values = np.zeros(ends[-1], np.float32)
+    table = dict(_tensors(config, params, modules, {}))
+    table |= _expert_tensors(config, params, experts)
+    unread = files.tensors.keys() - {name.removeprefix(_PREFIX) for name in table}
+    problems = [f"{name} has no projection" for name in unread]
+    for full_name, where in table.items():
+        name, is_a = full_name.removeprefix(_PREFIX), "lora_A" in full_name
+        stored = files.read(name) if name in files.tensors else np.empty((0, 0))
+        stored, where = (stored, where) if is_a else (stored.T, where.T)
+        num_experts = config.model.experts.num_experts if f".{_EXPERTS}." in name else 1
+        blocks = num_experts if is_a else 1
+        is_rank = len(stored) in (own.rank * num_experts, len(where))
+        if not is_rank or stored.shape[1] != where.shape[1]:
+            problems.append(f"{name} is missing or has another shape, {list(stored.shape)}")
+            continue
+        # [blocks, parts of the module, ranks, inputs or outputs]
+        where = where.reshape(blocks, -1, len(stored) // blocks, where.shape[1])
+        entries = stored.reshape(blocks, 1, *where.shape[2:])
+        values[where] = entries
+        if entries[~where.any(1, keepdims=True)].any():
+            problems.append(f"{name} has rows of other projections")
+    if problems:
+        raise UserError(
+            f"{own.init_from} is not of this model and config.lora ({'; '.join(problems[:_MAX_NAMES])}): use the base"
+            f" of the adapters, config.model.init_from={content.get('base_model_name_or_path')}"
+        )
+    return {path: values[place] for path, place in places.items()}
+
+
+def adapter_settings(config: Config) -> dict[str, Any]:
+    """The settings of the section lora that the adapters in config.lora.init_from have.
+
+    Raises:
+      UserError: the directory has no adapters of `peft`, or they cannot be read.
+      Unsupported: they compute something else than LoRA.
+    """
+    content, files, layouts = _opened(config)
+    targets = tuple(f".{x}" for x in content.get("target_parameters") or ())
+    stored = {name.replace("lora_A.", "") for name in files.tensors}
+    stored |= {name for name in _modules_of(EXPERT_PROJECTIONS, layouts) if name.endswith(targets)}
+    found = (x for x in projection_paths() if set() < _modules_of([x], layouts) <= stored)
+    return dict(
+        rank=content["r"],
+        alpha=float(content["lora_alpha"]),
+        rslora=bool(content.get("use_rslora")),
+        projections=tuple(found),
+    )
+
+
+def _modules_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
+    """The names of the modules with adapters of these projections, in the first layer that has
+    them, and of the parameters of experts."""
+    modules = _stored_modules(projections, layouts)
+    names = {parts[0].names[0] for parts in modules.values()}
+    experts = (x for x, parts in _EXPERT_PARAMS.items() if not {*parts}.isdisjoint(projections))
+    return names | {f".{_EXPERTS}.{param}" for param in experts}
+
+
+def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layout]]:
+    """The content of the two files in config.lora.init_from, whose tensors get the names of a
+    language model without images, and the layouts of the parameters.
+    """
+    directory, base = local_path(config.lora.init_from), locate(config.model.init_from)
+    content = read_json(directory / ADAPTER_FILE, "lora.init_from")
+    supported = dict(peft_type=("LORA",), bias=("none",), init_lora_weights=_SUPPORTED_INIT)
+    supported |= dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))
+    for name, values in supported.items():
+        if content.get(name, values[0]) not in values:
+            raise _unsupported(config, f"{name}={content[name]!r}")
+    files = TensorFiles(directory, WEIGHTS_FILE)
+    family = family_of(None if base.is_run else base.config_json(), config.model)
+    tensors = {name.removeprefix(_PREFIX): x for name, x in files.tensors.items()}
+    files.tensors = of_language_model(tensors, family, config.model)
+    return content, files, _layouts(config.model, family)
+
+
+def _unsupported(config: Config, what: str) -> Unsupported:
+    return Unsupported(
+        f"unsupported: config.lora.init_from={config.lora.init_from} has {what}; merge it with merge_and_unload of"
+        " peft, and use the result as config.model.init_from"
+    )
+
+
+def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, Layout]:
+    """The layouts of all parameters but adapters, with the names of transformers 5."""
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    return {path: _named_as_module(layout, family, prefix) for path, layout in layouts.items()}
 
 
 def _named_as_module(layout: Layout, family: Family, prefix: str) -> Layout:
@@ -189,7 +329,7 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
 
 
 def _stored_modules(
-    config: Config, layouts: dict[str, Layout]
+    projections: Iterable[str], layouts: dict[str, Layout]
 ) -> dict[tuple[str, ...], list[Layout]]:
     """The layouts of the projections with adapters by the paths of the parameters that are one
     module of the model.
@@ -197,7 +337,7 @@ def _stored_modules(
     Queries, keys and values of linear attention may be one module, whose adapter is that of all
     three.
     """
-    names = (name for name in config.lora.projections if name not in EXPERT_PROJECTIONS)
+    names = (name for name in projections if name not in EXPERT_PROJECTIONS)
     with_adapters = _endings(names)
     paths_of_tensor: dict[str, list[str]] = {}
     for path, layout in layouts.items():
@@ -272,7 +412,7 @@ def _tensors(
                 if x is not None
             ]
             lora_b = np.zeros(
-                (parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), np.float32
+                (parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), pairs[0][1].dtype
             )
             # each its own rows and ranks
             for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):
@@ -332,10 +472,10 @@ def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:
 def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np.ndarray:
     """[experts, ranks, outputs] of one layer: each adapter has its own ranks, and its own outputs
     among those of all parts."""
-    rank = next(iter(b_of.values())).shape[1]
+    num_experts, rank, _ = (first_b := next(iter(b_of.values()))).shape
     widths = [layout.shape[-1] for layout in parts.values()]
     starts = dict(zip(parts, np.cumsum([0, *widths])))
-    joined = np.zeros((len(next(iter(b_of.values()))), rank * len(b_of), sum(widths)), np.float32)
+    joined = np.zeros((num_experts, rank * len(b_of), sum(widths)), first_b.dtype)
     for i, (path, b_ErF) in enumerate(b_of.items()):
         first, layout = starts[path], parts[path]
         columns = slice(first, first + b_ErF.shape[2])

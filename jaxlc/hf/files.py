@@ -105,9 +105,11 @@ class TensorFiles:
     index. A quantized weight is one tensor of dtype BF16.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, adapter_file: str = ""):
         """Reads the headers of all files.
 
+        Args:
+          adapter_file: the only file to read, of a directory of `peft`.
         Raises:
           UserError: a file is missing, truncated, or not a safetensors file, or as `_dequantized`.
           Unsupported: as `_dequantized`.
@@ -116,7 +118,8 @@ class TensorFiles:
         self.bytes_read = 0  # bytes of tensor data
         self._open_path: Path | None = None
         self.tensors: dict[str, StoredTensor] = {}
-        for path, names in _files_of(directory).items():
+        paths = {directory / adapter_file: set[str]()} if adapter_file else _files_of(directory)
+        for path, names in paths.items():
             header = _read_header(path)
             missing = sorted(names - header.keys())
             if missing:
@@ -125,6 +128,8 @@ class TensorFiles:
                 )
             # Of tensors that several files have, that of the file in the index.
             self.tensors = header | self.tensors | {name: header[name] for name in names}
+        if adapter_file:
+            return
         config = language_model_of(read_json(directory / CONFIG_FILE))
         self.tensors = _dequantized(self.tensors, quantization_of(config))
 

@@ -366,10 +366,10 @@ def language_tensors(
     """The tensors of the language model in `files`, with the names that they have in a model
     without images.
     """
-    return _joined(_of_language_model(files.tensors, family, model), family)
+    return _joined(of_language_model(files.tensors, family, model), family)
 
 
-def _of_language_model(
+def of_language_model(
     tensors: Mapping[str, Any], family: Family, model: ModelConfig
 ) -> dict[str, Any]:
     """The tensors of the language model, with the names that they have in a model without images."""

@@ -183,7 +183,7 @@ def trained_settings(config: Config) -> dict[str, Any]:
     frozen parameters.
     """
     values = to_dict(config)
-    paths = [f"lora.{name}" for name in values["lora"]] + [
+    paths = [f"lora.{name}" for name in values["lora"] if name != "init_from"] + [
         "train.trainable",
         "train.frozen",
         "precision.frozen",

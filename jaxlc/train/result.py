@@ -31,6 +31,7 @@ from jaxlc.core.files import displayed, local_path
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.user_batches import CALLER_BATCHES
 from jaxlc.data.tokens.tokenizers import tokenizer_of
+from jaxlc.hf.adapters import adapter_settings
 from jaxlc.runtime.start import start
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
@@ -152,6 +153,7 @@ def load(
     mesh: Mapping[str, int] | None = None,
     model: Model | None = None,
     loss: TokenLoss | None = None,
+    adapter: str | Path = "",
 ) -> Result:
     """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
 
@@ -165,6 +167,7 @@ def load(
       mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
       model, loss: the custom model and loss of the run, if it had them.
+      adapter: a directory of `peft` with adapters of LoRA of a Hugging Face model, `workdir`.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
     """
@@ -175,7 +178,9 @@ def load(
                 raise UserError(
                     f"{name} has no effect: {displayed(workdir)} is a Hugging Face directory, not a run"
                 )
-        return _load_huggingface(workdir, mesh, loss)
+        return _load_huggingface(workdir, mesh, loss, str(adapter))
+    if adapter:
+        raise UserError(f"adapter has no effect: {displayed(workdir)} is no Hugging Face directory")
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
     meta = read_meta(directory, step)
@@ -195,12 +200,15 @@ def load(
 
 
 def _load_huggingface(
-    directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None
+    directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None, adapter: str
 ) -> Result:
     """The model in a Hugging Face directory, as a run of no steps."""
-    config = _on_mesh(
-        load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh, is_run=False
-    )
+    config = load_config(ConfigDict({"model": {"init_from": str(directory)}}))
+    if adapter:
+        config = with_settings(config, {"lora.init_from": adapter})
+        settings = {f"lora.{name}": value for name, value in adapter_settings(config).items()}
+        config = with_settings(config, settings | {"precision.frozen": "fp32"})
+    config = _on_mesh(config, mesh, is_run=False)
     tokenizer = data_sources.load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
     params, _ = load_pretrained(train_step)

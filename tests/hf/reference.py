@@ -273,6 +273,25 @@ def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
 
 
+def peft_save(directory: str, adapters: str, tokens: list, **fields) -> dict[str, np.ndarray]:
+    """Writes random adapters of a model with peft, and returns its logits with them.
+
+    Args:
+      fields: of LoraConfig.
+    """
+    import peft
+
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+    model = peft.get_peft_model(open_model(directory), config)
+    generator = torch.Generator().manual_seed(0)
+    for name, x in sorted(model.named_parameters()):
+        if "lora_" in name:
+            x.data = torch.randn(x.shape, generator=generator) / 5
+    model.save_pretrained(adapters)
+    logits, _ = logits_and_loss(model.eval(), np.array(tokens))
+    return dict(logits=logits.detach().numpy())
+
+
 @contextlib.contextmanager
 def in_float64(model):
     """Converts the model, and lets the names of float32 mean float64: RoPE and norms use float32 in
@@ -408,6 +427,7 @@ def main(jobs_path: str) -> None:
             weights,
             resize,
             peft_gradients,
+            peft_save,
             train,
             generate,
             default_config,

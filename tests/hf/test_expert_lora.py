@@ -3,19 +3,20 @@ and adapters that `peft` opens."""
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxlc.checkpoints.export import _write_weights
-from jaxlc.config import load
+from jaxlc.config import LoraConfig, load
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import read_json
-from jaxlc.core.errors import Unsupported
-from jaxlc.hf.adapters import write_adapters
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf.adapters import read_adapters, write_adapters
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import is_adapter
@@ -165,6 +166,104 @@ def test_adapters_of_groups_of_rows_are_one_module_with_the_product_of_all(tmp_p
             weight, changed = weight + scale * b @ a, changed + 1
         np.testing.assert_allclose(merged[name], weight, atol=1e-5, err_msg=name)
     assert changed == len(adapters) // 2 > 0
+
+
+def _adapters_of(run: _Run, directory, **options):
+    """The config of `run` that reads its adapters from files, and the shapes of the adapters."""
+    directory.mkdir()
+    write_adapters(run.config, run.family, run, directory, **options)
+    own = replace(run.config.lora, init_from=str(directory))
+    abstract = {path: x for path, x in run.abstract.items() if is_adapter(path)}
+    return replace(run.config, lora=own), abstract
+
+
+FULL_CASES = [
+    ("phi3_window", ("key", "mlp_up")),
+    ("kimi_linear", (*ALL, *MLP)),
+    ("minimax_m2", ALL),
+    ("granite_hybrid", ("query", "mlp_down", "delta_gate", "delta_step")),
+    ("glm4_moe", MLP),
+    ("deepseek_v3", ("query_down", "query_up", "latent", "key_value")),
+    ("qwen3_5_hybrid", ("query", "delta_gate", "delta_decay")),
+    ("qwen3_moe", ("expert_up",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "projections"),
+    [
+        ("gpt_oss", ALL),
+        ("qwen3_next", ("query", "key", "value", "delta_step", "mlp_up", "expert_down")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL_CASES),
+    ],
+)
+def test_adapters_that_were_written_are_read(case, projections, tmp_path):
+    run = _Run(tmp_path, case, projections)
+    config, abstract = _adapters_of(run, tmp_path / "adapters")
+    found = read_adapters(config, abstract)
+    assert found.keys() == abstract.keys()
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, run.by_path[path], err_msg=path)
+
+
+def test_adapters_of_a_model_with_images_are_read(tmp_path):
+    run = _Run(tmp_path, "qwen3_5_moe", ALL)
+    config, abstract = _adapters_of(run, tmp_path / "adapters", prefix="model.language_model.")
+    for path, x in read_adapters(config, abstract).items():
+        np.testing.assert_array_equal(x, run.by_path[path], err_msg=path)
+
+
+def test_adapters_that_contradict_the_config_raise_with_all_values(tmp_path):
+    run = _Run(tmp_path, "llama_tied", ("query", "mlp_down"))
+    config, abstract = _adapters_of(run, tmp_path / "adapters")
+    with pytest.raises(UserError) as error:
+        read_adapters(replace(config, lora=LoraConfig(init_from=config.lora.init_from)), abstract)
+    values = [
+        f"rank={RANK}",
+        f"alpha={config.lora.alpha}",
+        "rslora=True",
+        "projections=query,mlp_down",
+    ]
+    for value in values:
+        assert f"use --config.lora.{value}" in str(error.value)
+    files = tmp_path / "adapters" / "adapter_model.safetensors"
+    tensors = load_file(files)
+    name = "model.layers.1.self_attn.q_proj.lora_A.weight"
+    full_name = f"base_model.model.{name}"
+    for changed, problem in (
+        ({full_name: tensors[full_name][:, 1:]}, f"{name} is missing or has another shape"),
+        ({"base_model.model.model.norm.weight": np.ones(2, np.float32)}, "norm.weight has no proj"),
+        ({full_name: np.full_like(tensors[full_name], np.nan)}, "has NaN or infinite"),
+    ):
+        save_file(tensors | changed, files)
+        with pytest.raises(UserError, match=problem):
+            read_adapters(config, abstract)
+    settings = tmp_path / "adapters" / "adapter_config.json"
+    fields = json.loads(settings.read_text())
+    for changed in (
+        dict(peft_type="IA3"),
+        dict(use_dora=True),
+        dict(lora_bias=True),
+        dict(modules_to_save=["lm_head"]),
+        dict(init_lora_weights="pissa"),
+        dict(rank_pattern=dict(q_proj=2)),
+        dict(alpha_pattern=dict(q_proj=2)),
+    ):
+        settings.write_text(json.dumps(fields | changed))
+        with pytest.raises(Unsupported, match=f"has {next(iter(changed))}=.*merge it with"):
+            read_adapters(config, abstract)
+
+
+def test_rows_of_a_projection_that_the_config_does_not_name_raise(tmp_path):
+    """Of a module of several projections, to which peft gives one adapter."""
+    run = _Run(tmp_path, "qwen3_next", ("value", "delta_decay"))
+    config, abstract = _adapters_of(run, tmp_path / "adapters")
+    files = tmp_path / "adapters" / "adapter_model.safetensors"
+    tensors = load_file(files)
+    name = next(name for name in tensors if name.endswith("in_proj_qkvz.lora_B.weight"))
+    save_file(tensors | {name: np.ones_like(tensors[name])}, files)
+    with pytest.raises(UserError, match="in_proj_qkvz.lora_B.weight has rows of other projections"):
+        read_adapters(config, abstract)
 
 
 def test_adapters_of_a_model_with_images_name_its_modules(tmp_path):

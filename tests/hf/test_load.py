@@ -1747,7 +1747,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize
         (
             {"adapter_config.json": "{}", "adapter_model.safetensors": ""},
             "",
-            "has adapter_config.json: merge",
+            "has adapter_config.json: use the base model",
         ),
         ({"model.safetensors": ""}, "model.safetensors", "expected a directory with config.json"),
         (
@@ -1758,7 +1758,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize
         (
             {"config.json": "{}", "adapter_config.json": "{}"},
             "",
-            "has adapter_config.json: merge the adapters",
+            "has adapter_config.json: use the base model",
         ),
         (
             {"config.json": "{}", "model.safetensors": LFS_POINTER},

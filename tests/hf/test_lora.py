@@ -22,7 +22,7 @@ from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
 from tests.hf.models import CASES, write_model, write_tokenizer
 from tests.hf.test_export import batches, config_of, tensors_in
-from tests.train.runs import save_step_0
+from tests.train.runs import rows, save_step_0
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 STEPS, RANK, ALPHA = 4, 4, 6.0
@@ -197,6 +197,33 @@ def test_generation_with_adapters_equals_that_of_merged_weights(run, model, tmp_
     assert np.abs(with_adapters.log_probs - generate(model).log_probs).max() > 1e-2
 
 
+def test_training_starts_from_adapters_and_does_not_need_them_later(model, tmp_path, capsys):
+    """The first loss is that of the next step of the run whose adapters they are."""
+    config = lora_config(model, train__steps=3)
+    config.train.update(trainable=(), checkpoint_every_steps=1)
+    jaxlc.train.run(config, tmp_path / "before", batches=batches(3))
+    adapters = tmp_path / "adapters"
+    jaxlc.export(tmp_path / "before", adapters, step=2, adapters=True)
+    config.lora.init_from = str(adapters)
+    jaxlc.train.run(config, tmp_path / "after", batches=batches(3)[2:] * 3)
+    assert losses(tmp_path / "after")[0] == losses(tmp_path / "before")[2]
+    assert f"; adapters {adapters}" in capsys.readouterr().out
+    shutil.move(adapters, tmp_path / "moved")
+    loaded = jaxlc.load(tmp_path / "after", mesh={})
+    prompt = [tokens_of(20)[0]]
+    with_adapter = jaxlc.generate(model, prompt, max_tokens=4, adapter=tmp_path / "moved")[0]
+    before = jaxlc.load(tmp_path / "before", step=2, mesh={})
+    (expected,) = jaxlc.generate(before, prompt, max_tokens=4)
+    np.testing.assert_allclose(with_adapter.log_probs, expected.log_probs, atol=1e-5)
+    assert loaded.step == 3
+    with pytest.raises(UserError, match="adapter has no effect: .* is no Hugging Face directory"):
+        jaxlc.load(tmp_path / "after", adapter=adapters)
+
+
+def losses(workdir: Path) -> list[float]:
+    return [row["loss"] for row in rows(workdir) if "loss" in row]
+
+
 @needs_transformers
 def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     workdir, result = run
@@ -307,6 +334,71 @@ def test_adapters_that_peft_refuses_are_not_exported(tmp_path):
 
 
 _EXPERTS = ("expert_gate", "expert_up", "expert_down")
+_EXPERT_PARAMS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# Case -> fields of LoraConfig, and the projections.
+WRITTEN_BY_PEFT = {
+    "llama_tied": (
+        dict(target_modules=["q_proj", "v_proj", "down_proj"]),
+        ("query", "value", "mlp_down"),
+    ),
+    "qwen3_5_hybrid": (
+        dict(
+            target_modules=["q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"],
+            use_rslora=True,
+        ),
+        ("query", "key", "value", "delta_gate"),
+    ),
+    "qwen3_next": (
+        dict(
+            target_modules=["q_proj", "k_proj", "v_proj", "in_proj_qkvz"],
+            target_parameters=_EXPERT_PARAMS,
+        ),
+        ("query", "key", "value", "delta_gate", *_EXPERTS),
+    ),
+    "phi3_window": (
+        dict(target_modules=["qkv_proj", "gate_up_proj"]),
+        ("query", "key", "value", "mlp_gate", "mlp_up"),
+    ),
+    "gpt_oss": (
+        dict(target_modules=["q_proj"], target_parameters=_EXPERT_PARAMS),
+        ("query", *_EXPERTS),
+    ),
+    "qwen3_moe": (
+        dict(target_modules=["o_proj"], target_parameters=_EXPERT_PARAMS[:1]),
+        ("attention_projected", "expert_gate", "expert_up"),
+    ),
+}
+
+
+@needs_transformers
+def test_adapters_that_peft_wrote_have_its_logits(tmp_path):
+    """In the modules of one projection and of several, and in parameters of experts."""
+    tokens, bases, jobs = tokens_of(64), {}, {}
+    for case, (fields, _) in WRITTEN_BY_PEFT.items():
+        bases[case] = write_model(tmp_path / case, case, dtype=np.float32)
+        jobs[case] = dict(
+            job="peft_save",
+            directory=str(bases[case]),
+            adapters=str(tmp_path / f"{case}-adapters"),
+            tokens=tokens.tolist(),
+            r=3,
+            lora_alpha=5,
+            **fields,
+        )
+    expected = run_jobs(tmp_path, jobs)
+    for case, (_, projections) in WRITTEN_BY_PEFT.items():
+        adapter = tmp_path / f"{case}-adapters"
+        result = jaxlc.load(bases[case], adapter=adapter)
+        assert set(result.config.lora.projections) == set(projections)
+        config = lora_config(bases[case])
+        config.lora = dict(vars(result.config.lora))
+        config.train.trainable, config.mesh = (), dict(context=2)
+        loaded = load(config)
+        step = build_step(loaded, make_mesh(loaded.mesh, jax.devices()[:2]))
+        logits, _ = evaluate(step, load_pretrained(step)[0], tokens)
+        assert relative_error(logits, expected[case]["logits"]) <= 1e-4, case
+
+
 # Modules of images have names of the language model, except in Qwen.
 WRAPPERS = {
     "mistral": ("mistral3", MATMUL_NAMES),

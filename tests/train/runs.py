@@ -86,6 +86,7 @@ def _compiled_once(method):
             del settings["train"][name]
         for name in ("init_from", "preset"):
             del settings["model"][name]
+        del settings["lora"]["init_from"]
         key = (
             repr(settings),
             repr(step.abstract_batch),

@@ -212,7 +212,9 @@ def lora_problems(config: Config) -> Iterator[str]:
         yield from projection_problems(config, "lora.projections", lora.projections, names)
     if not lora.projections:
         yield f"config.lora.projections is empty: name one or more of {', '.join(names)}"
-    if not lora.rank:
+    if lora.init_from and not config.model.init_from:
+        yield f"config.lora.init_from={lora.init_from} needs the base of the adapters; set config.model.init_from"
+    if not (lora.rank or lora.init_from):
         for name, default in vars(LoraConfig()).items():
             if getattr(lora, name) != default:
                 yield f"config.lora.{name}={getattr(lora, name)} has no effect without --config.lora.rank=RANK"

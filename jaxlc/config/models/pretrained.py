@@ -285,8 +285,8 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def read_json(path: Path, setting: str = "model.init_from") -> dict[str, Any]:
+    """The object in a JSON file of the directory of a setting.
 
     Raises:
       UserError: it cannot be read.
@@ -294,9 +294,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = read_json_file(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); use a different model.init_from") from error
+        raise UserError(f"cannot read {path} ({error}); use a different {setting}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} contains no JSON object; use a different model.init_from")
+        raise UserError(f"{path} contains no JSON object; use a different {setting}")
     return content
 
 
