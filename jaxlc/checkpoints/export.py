@@ -9,7 +9,7 @@ import contextlib
 import json
 import operator
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
 from jaxlc.config import Config, from_dict
 from jaxlc.config.flops import quantized_matrices
-from jaxlc.config.models.config_json import config_json_of, family_of
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
+from jaxlc.config.models.config_json import config_json_of, family_of, quantization_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.pretrained import (
@@ -62,10 +63,11 @@ from jaxlc.data.tokens.tokenizers import (
     tokenizer_of,
 )
 from jaxlc.hf.adapters import read_adapter, write_adapters
+from jaxlc.hf.files import BLOCKS, SCALES, Nf4Tensor, TensorFiles, TensorWriter
 from jaxlc.hf.files import DTYPES as FILE_DTYPES
-from jaxlc.hf.files import Nf4Tensor, TensorFiles, TensorWriter
 from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, paths_of, read_shard
 from jaxlc.models import decoder
+from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
 from jaxlc.step.state import groups_of
 
 _TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -213,6 +215,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
 # precision.frozen -> dtypes of files that it rounds
 _ROUNDED = {"bf16": {"F32", "F16"}, "fp16": {"F32", "BF16"}, "nf4": set(FILE_DTYPES)}
+_ROUNDED["mxfp4"] = _ROUNDED["bf16"]
 
 
 def export(
@@ -247,12 +250,12 @@ def export(
     if source is not None and not (adapters or text_only):
         record = _record_of(source, workdir, size)
     longest = length = _longest_sequence(directory, step)
-    tokens = {}
+    in_mxfp4, fields = _unchanged_mxfp4(config, base or {}, dtype, base_model)
     if text_only and base is not None and not family_of(base, config.model).architecture:
         length = max(length, base.get("max_position_embeddings", 0))
-        tokens = {name: base[name] for name in _TOKENS if name in base}
+        fields = {name: base[name] for name in _TOKENS if name in base}
         base = None
-    content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | tokens
+    content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | fields
     load_all = (lambda: load_params(step)) if BASE in meta else None
     params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)
@@ -280,7 +283,7 @@ def export(
                     )
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
                 shard_bytes = int(max_shard_gb * 1e9)
-                weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model
+                weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model, in_mxfp4
                 _write_weights(config, family, params, partial, *weights)
             if target.is_dir():
                 target.rmdir()
@@ -422,23 +425,35 @@ def _write_weights(
     max_shard_bytes: int,
     record: Mapping[str, Any],
     base_model: str,
+    in_mxfp4: Set[str],
 ) -> None:
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
     tensors, after those of `record`.
 
     Args:
-      base_model: has the matrices in NF4, before quantization; "": they are dequantized.
+      base_model: has the matrices in 4 bits, before quantization; "": they are dequantized.
+      in_mxfp4: paths of the matrices that are written as they are.
     """
     model = config.model
     read_base = _matrices_of(base_model, config, family) if base_model else None
-    from_base = quantized_matrices(model, config.lora, config.train) if read_base else {}
-    if config.precision.frozen == "nf4":
-        weights = f"weights of {base_model}" if base_model else "dequantized NF4 weights"
-        print_to_stderr(f"note: the export has the {weights} with the adapters, rounded to {dtype}")
+    from_base = quantized_matrices(config.model, config) if read_base else {}
+    if config.precision.frozen in FORMATS:
+        form = config.precision.frozen.upper()
+        weights = f"weights of {base_model}" if base_model else f"dequantized {form} weights"
+        experts = "; experts stay in MXFP4" if in_mxfp4 else ""
+        print_to_stderr(
+            f"note: the export has the {weights} with the adapters, rounded to {dtype}{experts}"
+        )
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")
-    shapes = [(family.with_prefix(name, prefix), shape) for name, shape in _shapes(layouts)]
+    packed = {name for path in in_mxfp4 for name in layouts[path].names}
+    shapes = [
+        (family.with_prefix(name, prefix), shape)
+        for name, shape in _shapes(layouts)
+        if name not in packed
+    ]
+    shapes_in_mxfp4 = _shapes_in_mxfp4([layouts[path] for path in in_mxfp4])
     dtypes = {
         family.with_prefix(name, prefix): "F32"
         for layout in layouts.values()
@@ -447,10 +462,15 @@ def _write_weights(
     }
     with TensorWriter(
         target,
-        [*shapes, *((name, tuple(other["shape"])) for name, other in others.items())],
+        [
+            *(*shapes, *shapes_in_mxfp4.items()),
+            *((name, tuple(other["shape"])) for name, other in others.items()),
+        ],
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        dtypes=dtypes | {name: other["dtype"] for name, other in others.items()},
+        dtypes=dtypes
+        | dict.fromkeys(shapes_in_mxfp4, "U8")
+        | {name: other["dtype"] for name, other in others.items()},
     ) as files:
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
@@ -458,8 +478,13 @@ def _write_weights(
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
+                if path in in_mxfp4:
+                    _write_mxfp4(files, layout, array)
+                    continue
                 if read_base and path in from_base:
                     array = read_base(path)
+                elif is_quantized(array):
+                    array = np.asarray(array.dequantized())
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
                     merged = weight if adapter is None else adapter.merged(weight, place)
                     name = family.with_prefix(layout.name_at(place), prefix)
@@ -467,11 +492,54 @@ def _write_weights(
                         files.write(name, part, region)
 
 
+def _unchanged_mxfp4(
+    config: Config, base: Mapping[str, Any], dtype: str, base_model: str
+) -> tuple[Set[str], dict[str, Any]]:
+    """The paths of the experts that the export has in MXFP4, and the field of config.json that says
+    so; empty if the model does not have it, or a matrix of experts is trained or has adapters.
+    """
+    quantization = quantization_of(base)
+    found = {
+        path for path, x in quantized_matrices(config.model, config).items() if x.format == "mxfp4"
+    }
+    paths = (path for path, _ in paths_of(decoder.dims_of(config.model)))
+    experts = {path for path in paths if path.endswith(EXPERT_PROJECTIONS)}
+    has_adapters = not {*EXPERT_PROJECTIONS}.isdisjoint(config.lora.projections)
+    is_kept = quantization.get("quant_method") == "mxfp4" and dtype == "bf16" and not base_model
+    if not found or experts - found or has_adapters or not is_kept:
+        return set(), {}
+    return found, dict(quantization_config=quantization)
+
+
+def _shapes_in_mxfp4(layouts: Iterable[Layout]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of blocks and of scales, by name."""
+    shapes = {}
+    for layout in layouts:
+        experts, inputs, outputs = layout.stored_shape
+        scales = experts, outputs, inputs // MX_BLOCK
+        for name in layout.names:
+            shapes |= {name + BLOCKS: (*scales, MX_BLOCK // 2), name + SCALES: scales}
+    return shapes
+
+
+def _write_mxfp4(files: TensorWriter, layout: Layout, experts: Mxfp4) -> None:
+    """Writes the codes and scales of the experts of all layers."""
+    rows = (
+        slice(None)
+        if layout.tensor.interleaved is None
+        else slice(layout.tensor.interleaved, None, 2)
+    )
+    for name, codes, scales in zip(layout.names, *map(np.asarray, experts.arrays)):
+        blocks = codes.reshape(*scales.shape, MX_BLOCK // 2)
+        files.write(name + BLOCKS, blocks, (slice(None), rows))
+        files.write(name + SCALES, scales, (slice(None), rows))
+
+
 def _check_base(base: str, config: Config, adapters: bool) -> None:
-    if base and (adapters or config.precision.frozen != "nf4"):
+    if base and (adapters or config.precision.frozen not in FORMATS):
         raise UserError(
-            f"base={base!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 rounded in a"
-            " merged export: remove it"
+            f"base={base!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 or mxfp4"
+            " rounded in a merged export: remove it"
         )
 
 

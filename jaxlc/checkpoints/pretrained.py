@@ -275,19 +275,19 @@ def _source_of(
 
 def _check_is_whole(run: Pretrained, frozen: str) -> None:
     """Checks that the checkpoint of a run contains the parameters of the whole model, which
-    precision.frozen=nf4 does not read.
+    quantized weights (precision.frozen) are not read from.
 
     Raises:
       UserError: it does not.
     """
     stored = run.run_config()
     if (
-        frozen == "nf4"
+        frozen in ("nf4", "mxfp4")
         or stored.get("lora", {}).get("rank")
         or not stored.get("train", {}).get("checkpoint_frozen", True)
     ):
         raise UserError(
-            f"{run.directory.absolute()} has adapters, lacks the frozen parameters, or is to be quantized to NF4:"
+            f"{run.directory.absolute()} has adapters, lacks the frozen parameters, or is to be quantized to 4 bits:"
             " export the run with `jaxlc export`, which gives a whole model, and use the result as"
             " config.model.init_from"
         )

@@ -34,7 +34,7 @@ from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
-from jaxlc.models.nf4 import Nf4
+from jaxlc.models.quantized import FORMATS, Quantized
 
 
 class RestoreTarget(NamedTuple):
@@ -232,36 +232,30 @@ class StoredParams:
             paths_of(decoder.abstract_params(model, model.vocab_size, config.lora))
         )
 
-    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        """The parameters with these paths, in the dtype in which they are stored; those in NF4 in
-        bf16.
+    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray | Quantized]:
+        """The parameters with these paths, in the dtype in which they are stored.
 
         Raises:
           UserError: the checkpoint, or the base model that it needs, cannot be read.
         """
         if self._load_all is not None:
-            return {
-                path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)]
-                for path in paths
-            }
+            return {path: _values(self._loaded[path], self.abstract[path].shape) for path in paths}
         tree: dict = {}
-        config, quantized = self._config, {}
-        if config.precision.frozen == "nf4":
-            quantized = quantized_matrices(config.model, config.lora, config.train)
+        quantized = quantized_matrices(self._config.model, self._config)
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
             matrix, shape = quantized.get(path), self.abstract[path].shape
             stored = jax.ShapeDtypeStruct(shape, self._dtypes.get(f"params/{path}", np.float32))
             if matrix is not None:
-                sizes = len(matrix.inputs), len(matrix.outputs)
-                stored = jax.eval_shape(functools.partial(Nf4.of, sizes=sizes), stored)
+                of = functools.partial(FORMATS[matrix.format].of, sizes=matrix.num_dims)
+                stored = jax.eval_shape(of, stored)
             placed = jax.tree.map(lambda x: x.update(sharding=on_host), stored)
             lora.insert(tree, path.split("/"), placed)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(
             self._directory, self._step, tree, vocab_size=vocab_size, only_these=True
         )
-        return {path: _values(param) for path, param in paths_of(restored)}
+        return {path: _values(param, param.shape) for path, param in paths_of(restored)}
 
     @property
     def _directory(self) -> Path:
@@ -272,10 +266,13 @@ class StoredParams:
         return stored_dtypes(self._directory / str(self._step))
 
     @cached_property
-    def _loaded(self) -> dict[str, np.ndarray]:
+    def _loaded(self) -> dict[str, jax.Array | Quantized]:
         assert self._load_all is not None
-        return {path: _values(param) for path, param in paths_of(self._load_all())}
+        return dict(paths_of(self._load_all()))
 
 
-def _values(param: jax.Array | Nf4) -> np.ndarray:
-    return np.asarray(param.dequantized() if isinstance(param, Nf4) else param)
+def _values(param: jax.Array | Quantized, shape: tuple[int, ...]) -> np.ndarray | Quantized:
+    """Without the padding of the vocabulary, which no quantized parameter has."""
+    if isinstance(param, Quantized):
+        return param
+    return np.asarray(param)[tuple(map(slice, shape))]

@@ -48,11 +48,14 @@ from jaxlc.config.kinds import (
     projection_paths,
 )
 from jaxlc.config.kinds.contract import Matrix
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
-from jaxlc.config.schema import LoraConfig, TrainConfig
+from jaxlc.config.schema import LoraConfig, RunConfig, TrainConfig
 
-# per entry, by precision.frozen; nf4: with a byte for 64 entries, and 4 for 256 of these
-FROZEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "nf4": 0.5 + 1 / 64 + 4 / 64 / 256}
+# Bytes per entry of frozen matrices. nf4 has a byte for 64 entries, and 4 for 256 of these; mxfp4 a byte for 32
+# entries. Matrices that are not quantized are bf16 there.
+_QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "mxfp4": 0.5 + 1 / 32}
+FROZEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "nf4": 2, "mxfp4": 2}
 
 
 def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
@@ -116,37 +119,52 @@ def matrix_sizes(model: ModelConfig, *, active: bool) -> dict[str, int]:
     return dict(sizes)
 
 
-def quantized_matrices(
-    model: ModelConfig, lora: LoraConfig, train: TrainConfig
-) -> dict[str, Matrix]:
-    """The frozen matrices that precision.frozen=nf4 quantizes, by their paths in the parameter tree,
-    such as layers_2/attention/wq: those of layers, without routers.
+class QuantizedMatrix(NamedTuple):
+    """A frozen matrix of layers that is stored in 4 bits."""
+
+    matrix: Matrix
+    format: str  # "nf4" or "mxfp4": `models.quantized`
+    num_layers: int
+
+    @property
+    def num_dims(self) -> tuple[int, int]:
+        """Of the inputs and of the outputs."""
+        return len(self.matrix.inputs), len(self.matrix.outputs)
+
+
+def quantized_matrices(model: ModelConfig, config: RunConfig) -> dict[str, QuantizedMatrix]:
+    """The frozen matrices that precision.frozen quantizes, by their paths in the parameter tree, such
+    as layers_2/attention/wq: with nf4 those of layers, without routers; with mxfp4 the experts of a
+    family that has them in MXFP4, which nf4 does not change.
     """
-    found = {}
+    frozen, found = config.precision.frozen, dict[str, QuantizedMatrix]()
+    if frozen not in _QUANTIZED_BYTES:
+        return {}
+    has_mxfp4 = any(
+        family.quantization == "mxfp4" and family.settings.items() <= model.by_path.items()
+        for family in FAMILIES.values()
+    )
     for (stack, *kind), layers in model.layer_stacks.items():
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
         for name, matrix in layer_matrices(layer).items():
-            is_router = "experts" in matrix.outputs
-            if not is_router and not is_trained("/".join(("layers", *kind, name)), lora, train):
-                found["/".join((stack, *kind, name))] = matrix
+            is_trained_one = is_trained(
+                "/".join(("layers", *kind, name)), config.lora, config.train
+            )
+            form = "mxfp4" if has_mxfp4 and matrix.num_experts > 1 else "nf4"
+            if "experts" not in matrix.outputs and not is_trained_one and frozen in ("nf4", form):
+                path = "/".join((stack, *kind, name))
+                found[path] = QuantizedMatrix(matrix, form, len(layers))
     return found
 
 
-def frozen_bytes(model: ModelConfig, lora: LoraConfig, train: TrainConfig, frozen: str) -> float:
-    """The bytes of the frozen matrices with this precision.frozen."""
-    num_frozen = num_frozen_params(model, lora, train)
-    if frozen != "nf4":
-        return FROZEN_BYTES[frozen] * num_frozen
-    matrices = quantized_matrices(model, lora, train)
-    num_quantized = sum(
-        len(layers) * matrix.size
-        for stack, layers in model.layer_stacks.items()
-        for path, matrix in matrices.items()
-        if path.startswith("/".join(stack) + "/")
+def frozen_bytes(model: ModelConfig, config: RunConfig) -> float:
+    """The bytes of the frozen matrices."""
+    num_bytes = FROZEN_BYTES[config.precision.frozen]
+    saved = sum(
+        (num_bytes - _QUANTIZED_BYTES[form]) * num_layers * matrix.size
+        for matrix, form, num_layers in quantized_matrices(model, config).values()
     )
-    return (
-        FROZEN_BYTES["bf16"] * (num_frozen - num_quantized) + FROZEN_BYTES[frozen] * num_quantized
-    )
+    return num_bytes * num_frozen_params(model, config.lora, config.train) - saved
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -124,8 +124,9 @@ class PrecisionConfig:
     # fp8; half the bytes of fp32. Those of the embedding and of the output head are always summed in float32.
     reduce: Literal["compute", "fp32"] = "compute"
     # data type in which frozen matrices (train.trainable, train.frozen, lora.rank) are stored, without a float32 copy.
-    # nf4: 4 bits and scales (QLoRA) in layers, bf16 for the embedding, the output head and routers.
-    frozen: Literal["bf16", "fp16", "fp32", "nf4"] = "bf16"
+    # nf4: 4 bits and scales (QLoRA) in layers, bf16 for the embedding, the output head and routers. mxfp4: the experts
+    # of gpt-oss in MXFP4, as its files have them, others in bf16; nf4 keeps these experts in MXFP4, too.
+    frozen: Literal["bf16", "fp16", "fp32", "nf4", "mxfp4"] = "bf16"
     # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
     # layers of experts also expert_gate, expert_up, expert_down. The others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES

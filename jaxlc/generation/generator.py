@@ -42,7 +42,7 @@ from jaxlc.models.contract import (
 )
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh, reach, stacked_tables, tables_of_kinds
 from jaxlc.models.layer_stack import DecoderLayer, Stacks
-from jaxlc.models.nf4 import is_nf4
+from jaxlc.models.quantized import is_quantized
 from jaxlc.models.rope import RopeTables, TablesOfKinds, depends_on_length
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.rules import Sharder, is_vector, storage_spec
@@ -278,7 +278,7 @@ def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> d
             x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding
         )
 
-    return jax.tree.map(abstract, params, dims, is_leaf=is_nf4)
+    return jax.tree.map(abstract, params, dims, is_leaf=is_quantized)
 
 
 def cast_params(params: dict, abstract: dict) -> dict:
@@ -287,9 +287,9 @@ def cast_params(params: dict, abstract: dict) -> dict:
     dtypes = jax.tree.map(lambda x: x.dtype, abstract)
     return jax.jit(
         lambda tree: jax.tree.map(
-            lambda x, dtype: (x.dequantized() if is_nf4(x) else x).astype(dtype),
+            lambda x, dtype: (x.dequantized() if is_quantized(x) else x).astype(dtype),
             *(tree, dtypes),
-            is_leaf=is_nf4,
+            is_leaf=is_quantized,
         ),
         out_shardings=shardings,
     )(params)

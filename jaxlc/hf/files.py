@@ -38,7 +38,8 @@ from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, qua
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, other_format, read_json_file
-from jaxlc.models import nf4
+from jaxlc.models import quantized
+from jaxlc.models.quantized import MX_BLOCK, Mxfp4
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as I32, are of quantized weights.
@@ -142,14 +143,23 @@ class TensorFiles:
         tensor = self.tensors[name]
         part = tensor.read(self._read, slices)
         if not _is_finite(part):
-            raise UserError(
-                f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
-            )
+            raise _not_finite(tensor)
         return part
 
     def read_nf4(self, tensor: "Nf4Tensor") -> tuple[np.ndarray, ...]:
         """`Nf4Tensor.arrays`."""
         return tensor.arrays(self._read)
+
+    def read_mxfp4(self, tensor: "Mxfp4Tensor", part: str, slices: Sequence[slice]) -> np.ndarray:
+        """A part of `Mxfp4Tensor.codes` or `.scales`, as `part` names it.
+
+        Raises:
+          UserError: as `read`.
+        """
+        array = self._read(getattr(tensor, part), *slices)
+        if part == "scales" and array.size and array.max() > _MAX_SCALE:
+            raise _not_finite(tensor)
+        return array
 
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
@@ -163,6 +173,12 @@ class TensorFiles:
         part = np.array(data.reshape(tensor.shape)[slices])
         self.bytes_read += part.nbytes
         return part
+
+
+def _not_finite(tensor: StoredTensor) -> UserError:
+    return UserError(
+        f"{tensor.name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
+    )
 
 
 def _is_finite(array: np.ndarray) -> bool:
@@ -246,10 +262,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-_BLOCK_VALUES = 32
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_VALUES = np.concatenate([_E2M1, -_E2M1])
-_BLOCKS, _SCALES = "_blocks", "_scales"
+BLOCKS, SCALES = "_blocks", "_scales"
+_MAX_SCALE = 252  # with which the largest value is finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,24 +272,22 @@ class Mxfp4Tensor(StoredTensor):
     blocks.
     """
 
-    blocks: StoredTensor
+    codes: StoredTensor  # uint8 [experts, outputs, inputs / 2], those of the blocks
     scales: StoredTensor
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
         experts, inputs, outputs = slices
         start, stop, _ = inputs.indices(self.shape[1])
-        groups = slice(start // _BLOCK_VALUES, -(-stop // _BLOCK_VALUES))
-        packed = read(self.blocks, experts, outputs, groups, slice(None))
-        exponents = read(self.scales, experts, outputs, groups).astype(np.int32) - 127
-        values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1).reshape(
-            *packed.shape[:-1], -1
-        )
+        first, last = start // MX_BLOCK, -(-stop // MX_BLOCK)
+        codes = slice(first * MX_BLOCK // 2, last * MX_BLOCK // 2)
+        packed = read(self.codes, experts, outputs, codes)
+        exponents = read(self.scales, experts, outputs, slice(first, last)).astype(np.int32) - 127
+        pairs = np.stack([packed >> shift & 15 for shift in Mxfp4.SHIFTS], axis=-1)
+        values = Mxfp4.VALUES[pairs].reshape(*exponents.shape, MX_BLOCK)
         weights = np.ldexp(values, exponents[..., None]).astype(ml_dtypes.bfloat16)
-        first = groups.start * _BLOCK_VALUES
-        return weights.reshape(*packed.shape[:2], -1)[..., start - first : stop - first].swapaxes(
-            1, 2
-        )
+        own = slice(start - first * MX_BLOCK, stop - first * MX_BLOCK)
+        return weights.reshape(*packed.shape[:2], -1)[..., own].swapaxes(1, 2)
 
 
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", "activation_scale"
@@ -339,13 +351,13 @@ class Nf4Tensor(StoredTensor):
     offset: float
 
     def arrays(self, read: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Codes, scales and maxima [n], and the offset, as of `models.nf4`."""
+        """Codes, scales and maxima [n], and the offset, as of `models.quantized`."""
         stored = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
         return *stored, np.float32(self.offset)
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight, all of which is read and dequantized."""
-        weights = nf4.Nf4.shaped(self.arrays(read), self.shape, (1, 1)).dequantized()
+        weights = quantized.Nf4.shaped(self.arrays(read), self.shape, (1, 1)).dequantized()
         return np.asarray(weights).T[tuple(slices)]
 
     @property
@@ -436,13 +448,17 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         state, codes = json.loads(bytes(tensors[state_name].bytes)), tensors[name]
         absmax, nested, *maps = (tensors.get(name + part) for part in _NF4_PARTS)
         sizes = state.get("blocksize"), state.get("nested_blocksize"), codes.dtype
-        if absmax is None or nested is None or sizes != (nf4.BLOCK, nf4.SCALES_BLOCK, "U8"):
+        if (
+            absmax is None
+            or nested is None
+            or sizes != (quantized.BLOCK, quantized.SCALES_BLOCK, "U8")
+        ):
             raise Unsupported(
                 f"unsupported: {name} in {codes.path} has (blocksize, nested_blocksize, storage) {sizes}; NF4 of"
-                f" bitsandbytes is read with ({nf4.BLOCK}, {nf4.SCALES_BLOCK}, 'U8'), which"
+                f" bitsandbytes is read with ({quantized.BLOCK}, {quantized.SCALES_BLOCK}, 'U8'), which"
                 " bnb_4bit_use_double_quant=True gives; or use the weights in bfloat16"
             )
-        for values, table in zip((nf4.VALUES, nf4.scale_values()), maps):
+        for values, table in zip((quantized.Nf4.VALUES, quantized.scale_values()), maps):
             if table is not None and not np.allclose(_mapped(table), values, rtol=0, atol=1e-6):
                 raise Unsupported(f"unsupported: {table.name} in {codes.path} is not that of NF4")
         parts |= {state_name, *(name + part for part in _NF4_PARTS)}
@@ -463,10 +479,10 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one
     is unchanged.
     """
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    names = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = {}
     for name in names:
-        blocks, scales = tensors[name + _BLOCKS], tensors.get(name + _SCALES)
+        blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
         if (
             scales is None
             or blocks.dtype != "U8"
@@ -479,11 +495,11 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
             path=blocks.path,
             name=name,
             dtype="BF16",
-            shape=(experts, groups * _BLOCK_VALUES, outputs),
-            blocks=blocks,
+            shape=(experts, groups * MX_BLOCK, outputs),
+            codes=replace(blocks, shape=(experts, outputs, groups * MX_BLOCK // 2)),
             scales=scales,
         )
-    parts = {name + suffix for name in whole for suffix in (_BLOCKS, _SCALES)}
+    parts = {name + suffix for name in whole for suffix in (BLOCKS, SCALES)}
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
 
 
@@ -539,7 +555,7 @@ class TensorWriter:
         Args:
           region: slices of its first dimensions.
         """
-        (file, offset_bytes, shape), dtype = self._place[name], DTYPES[self._dtypes[name]]
+        (file, offset_bytes, shape), dtype = self._place[name], _STORED_DTYPES[self._dtypes[name]]
         ranges = [range(*piece.indices(size)) for piece, size in zip(region, shape)]
         ranges += [range(size) for size in shape[len(region) :]]
         region_shape = tuple(map(len, ranges))

@@ -7,6 +7,7 @@ which part of a Hugging Face tensor a part of it is, and how it is converted.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,18 @@ from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
-from jaxlc.hf.files import DTYPES, JoinedTensor, Nf4Tensor, StoredTensor, TensorFiles
-from jaxlc.models import nf4
-from jaxlc.models.nf4 import Nf4, is_nf4
+from jaxlc.hf.files import (
+    DTYPES,
+    JoinedTensor,
+    Mxfp4Tensor,
+    Nf4Tensor,
+    StoredTensor,
+    TensorFiles,
+)
+from jaxlc.models import quantized
+from jaxlc.models.quantized import Mxfp4, Quantized, is_quantized
+
+Index = tuple[tuple[int, int, int], ...]  # (start, stop, 1) of each dimension
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +146,7 @@ class Layout:
     def _slices_of_part(self, slices: Sequence[slice]) -> list[tuple[slice, ...]]:
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return [(*slices[:-1], self._columns(slices[-1]))]
+            return [(*slices[:-1], self.stored_columns(slices[-1]))]
         rows = self.stored_rows(_flat_slice(slices[inputs:], self.shape[inputs:]))
         if inputs == 0:
             return [(x,) for x in rows]
@@ -144,7 +154,7 @@ class Layout:
         one = (slice(0, 1),) if self.tensor.is_convolution else ()
         return [(x, *one, columns) for x in rows]
 
-    def _columns(self, columns: slice) -> slice:
+    def stored_columns(self, columns: slice) -> slice:
         """The columns of the tensor that are these columns of the parameter."""
         first = self.tensor.interleaved
         if first is None:
@@ -184,7 +194,6 @@ def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
 _HEAD = "lm_head.weight"
 VOCAB = "vocab"  # name of the dimension that the mesh pads
 ROUNDED = "; frozen weights are rounded to bf16 (config.precision.frozen)"
-QUANTIZED = "; frozen matrices are quantized to NF4 (config.precision.frozen)"
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
 
@@ -220,11 +229,16 @@ def load_params(
             progress(done, total)
     leaves = jax.tree.leaves([loaded[path] for path in abstract])
     read = f"{files.bytes_read:,} bytes read by this process"
-    quantized = [path for path, param in abstract.items() if is_nf4(param)]
-    rounded = (x for x in abstract if x not in quantized and abstract[x].dtype.itemsize == 2)
-    names = [name for path in quantized for name in layouts[path].names]
-    if not all(isinstance(files.tensors[name], Nf4Tensor) for name in names):
-        read += QUANTIZED
+    in_4_bits = {path: type(x).__name__ for path, x in abstract.items() if is_quantized(x)}
+    rounded = (x for x in abstract if x not in in_4_bits and abstract[x].dtype.itemsize == 2)
+    formats = {
+        form.upper()
+        for path, form in in_4_bits.items()
+        for name in layouts[path].names
+        if not isinstance(files.tensors[name], Nf4Tensor | Mxfp4Tensor)
+    }
+    if formats:
+        read += f"; frozen matrices are quantized to {' and '.join(sorted(formats))} (config.precision.frozen)"
     if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
@@ -343,11 +357,11 @@ def _part_of_rows(layout: Layout, in_layer: Collection[Layout], num_groups: int)
 
 
 def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples and `Nf4`
-    are leaves.
+    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples and
+    `Quantized` are leaves.
     """
     for path, leaf in jax.tree.leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, (tuple, Nf4))
+        tree, is_leaf=lambda x: isinstance(x, (tuple, Quantized))
     ):
         yield "/".join(key.key for key in path), leaf
 
@@ -446,22 +460,46 @@ def _check_tied_head(files: TensorFiles, head: jax.Array, embedding: jax.Array) 
 
 def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
     """One parameter; stacked ones are read layer by layer into the shard."""
-    if is_nf4(param):
-        return _load_nf4(files, layout, param)
-    shards: dict[tuple, np.ndarray] = {}  # several devices may have the same shard
+    if is_quantized(param):
+        tensors = [files.tensors[name] for name in layout.names]
+        if isinstance(param, Mxfp4) and all(isinstance(x, Mxfp4Tensor) for x in tensors):
+            return _load_mxfp4(files, tensors, layout, param)
+        return _load_quantized(files, layout, param)
+    return _from_shards(param, lambda index: read_shard(files, layout, index, param))
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        key = tuple(piece.indices(size) for piece, size in zip(index, param.shape))
-        if key not in shards:
-            shards[key] = read_shard(files, layout, key, param)
-        return shards[key]
+
+def _from_shards(param: Any, read_part: Callable[[Index], np.ndarray]) -> jax.Array:
+    """An array from its shards, each of which is read once."""
+    shards: dict[Index, np.ndarray] = {}  # several devices may have the same shard
+
+    def read(slices: tuple[slice, ...]) -> np.ndarray:
+        index = tuple(piece.indices(size) for piece, size in zip(slices, param.shape))
+        if index not in shards:
+            shards[index] = read_part(index)
+        return shards[index]
 
     return jax.make_array_from_callback(param.shape, param.sharding, read)
 
 
-def _load_nf4(files: TensorFiles, layout: Layout, param: Nf4) -> Nf4:
-    """One parameter in NF4, as the files have it or quantized matrix by matrix. Every process reads
-    whole matrices, since the offset is a mean over all entries.
+def _load_mxfp4(
+    files: TensorFiles, tensors: Sequence[Mxfp4Tensor], layout: Layout, param: Mxfp4
+) -> Mxfp4:
+    """One parameter of experts [layers, experts, inputs, outputs], as the files have it."""
+
+    def load(array: Any, part: str) -> jax.Array:
+        def read(index: Index) -> np.ndarray:
+            layers, experts, outputs, inputs = (slice(*bounds) for bounds in index)
+            slices = experts, layout.stored_columns(outputs), inputs
+            return np.stack([files.read_mxfp4(tensor, part, slices) for tensor in tensors[layers]])
+
+        return _from_shards(array, read)
+
+    return Mxfp4(map(load, param.arrays, param.NAMES), param.sizes)
+
+
+def _load_quantized(files: TensorFiles, layout: Layout, param: Quantized) -> Quantized:
+    """One parameter in 4 bits, in NF4 as the files have it or quantized tensor by tensor. Every
+    process reads whole matrices, since the offset of NF4 is a mean over all entries.
 
     Raises:
       Unsupported: the parameter is a part of a tensor in NF4, whose blocks have also other parts.
@@ -473,7 +511,7 @@ def _load_nf4(files: TensorFiles, layout: Layout, param: Nf4) -> Nf4:
         if not isinstance(tensor, Nf4Tensor):
             index = [(start, start + 1, 1) for start in place] + [(0, n, 1) for n in layout.shape]
             matrix = read_shard(files, layout, tuple(index), whole).reshape(layout.shape)
-            arrays = _quantized(matrix, param.num_inputs)
+            arrays = _quantized(matrix, param)
         elif layout.num_rows or tensor.shape != layout.stored_shape:
             raise Unsupported(
                 f"unsupported: {tensor.name} in {tensor.path} has several parameters in NF4; use"
@@ -490,17 +528,17 @@ def _load_nf4(files: TensorFiles, layout: Layout, param: Nf4) -> Nf4:
     )
 
 
-def _quantized(matrix: np.ndarray, num_inputs: int) -> tuple[Any, ...]:
-    """Flat codes, scales, maxima and offset of [inputs..., outputs...]."""
-    columns = matrix.reshape(math.prod(matrix.shape[:num_inputs]), -1)
-    codes, largest = jax.jit(nf4.quantized)(columns.T.reshape(-1))
+def _quantized(matrix: np.ndarray, param: Quantized) -> tuple[Any, ...]:
+    """The arrays of a matrix [inputs..., outputs...], or of experts in MXFP4; they may be flat."""
+    if isinstance(param, Mxfp4):
+        return jax.jit(functools.partial(Mxfp4.of, sizes=param.sizes))(matrix).arrays
+    columns = matrix.reshape(math.prod(matrix.shape[: param.sizes[0]]), -1)
+    codes, largest = jax.jit(quantized.quantized)(columns.T.reshape(-1))
     offset = np.float32(np.mean(np.asarray(largest), dtype=np.float64))
-    return codes, *jax.jit(nf4.quantized_scales)(largest, offset), offset
+    return codes, *jax.jit(quantized.quantized_scales)(largest, offset), offset
 
 
-def read_shard(
-    files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any
-) -> np.ndarray:
+def read_shard(files: TensorFiles, layout: Layout, index: Index, param: Any) -> np.ndarray:
     """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding
     included.
     """

@@ -22,7 +22,7 @@ from flax.linen.fp8_ops import compute_scale, get_fp8_max, quantize
 from jax import lax
 
 from jaxlc.core import scopes
-from jaxlc.models.nf4 import is_nf4
+from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.rules import Sharder
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -83,7 +83,7 @@ class Matmuls(nnx.Module):
 def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
     """A declared weight, cast to `dtype` and gathered, as a matrix product reads it."""
     stored = param[...]
-    if is_nf4(stored):
+    if is_quantized(stored):
         return stored.in_use(shard.weight, param.dims, dtype)
     return shard.layer_weight(stored, param.dims, dtype)
 

@@ -73,7 +73,7 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
         - num_frozen_params(*parts)
         + num_adapter_params(config.model, config.lora)
     )
-    state_bytes += parameters_on_device * frozen_bytes(*parts, config.precision.frozen)
+    state_bytes += parameters_on_device * frozen_bytes(config.model, config)
     num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
     free_bytes = device.memory_bytes - state_bytes / num_shards
     bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]

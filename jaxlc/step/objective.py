@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
-from jaxlc.config.flops import quantized_matrices
+from jaxlc.config.flops import QuantizedMatrix, quantized_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, TENSOR, is_layers
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
@@ -44,7 +44,7 @@ from jaxlc.models.contract import (
 from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixers_on_mesh, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
-from jaxlc.models.nf4 import Nf4, is_nf4
+from jaxlc.models.quantized import FORMATS, is_quantized
 from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.posttrain.losses import (
     PolicyLoss,
@@ -224,12 +224,18 @@ class Objective:
     def dims(self):
         """The parameter tree with a tuple of dimension names per leaf."""
         dims = decoder.dims_of(self.config.model, self.config.lora)
-        if self.config.precision.frozen != "nf4":
+        if not self._quantized:
             return dims
         abstract = jax.eval_shape(self.init_params, jax.random.key(0))
         return jax.tree.map(
-            lambda x, names: x.dims(names) if is_nf4(x) else names, abstract, dims, is_leaf=is_nf4
+            lambda x, names: x.dims(names) if is_quantized(x) else names,
+            *(abstract, dims),
+            is_leaf=is_quantized,
         )
+
+    @cached_property
+    def _quantized(self) -> dict[str, QuantizedMatrix]:
+        return quantized_matrices(self.config.model, self.config)
 
     @cached_property
     def nodes(self) -> Nodes | None:
@@ -246,20 +252,18 @@ class Objective:
 
     def init_params(self, key: jax.Array) -> dict:
         """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but
-        frozen matrices have the dtype of config.precision.frozen, or are `Nf4`."""
+        frozen matrices have the dtype of config.precision.frozen, or are `Quantized`."""
         config, model = self.config, self.config.model
         vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
         params = decoder.init(model, vocab_size_padded, key, config.lora)
         trainable, frozen = lora.split(params, self.frozen)
         _, frozen_dims = lora.split(decoder.dims_of(model, config.lora), self.frozen)
-        dtype, quantized = precision.DTYPES[config.precision.frozen], {}
-        if config.precision.frozen == "nf4":
-            quantized = quantized_matrices(model, config.lora, config.train)
+        dtype = precision.DTYPES[config.precision.frozen]
 
         def stored(path, x: jax.Array, dims: tuple[str, ...]):
-            matrix = quantized.get("/".join(key.key for key in path))
+            matrix = self._quantized.get("/".join(key.key for key in path))
             if matrix is not None:
-                return Nf4.of(x, (len(matrix.inputs), len(matrix.outputs)))
+                return FORMATS[matrix.format].of(x, matrix.num_dims)
             return x if is_vector(dims) else x.astype(dtype)
 
         frozen = jax.tree.map_with_path(stored, frozen, frozen_dims)

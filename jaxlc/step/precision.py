@@ -28,7 +28,7 @@ _FIRST_CAPABILITY = {"fp8": (8, 9), "bf16": (8, 0)}
 
 DTYPES = {
     "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
-    "nf4": jnp.bfloat16,  # of matrices that are not quantized
+    "nf4": jnp.bfloat16, "mxfp4": jnp.bfloat16,  # of matrices that are not quantized
 }  # fmt: skip
 
 

@@ -69,7 +69,8 @@ class _Run:
         base.
         """
         shutil.copytree(self.base, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-        _write_weights(self.config, self.family, params or self, directory, "F32", 10**9, {}, "")
+        weights = "F32", 10**9, {}, "", frozenset()
+        _write_weights(self.config, self.family, params or self, directory, *weights)
         return directory
 
     def merged(self):

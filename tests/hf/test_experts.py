@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.hf.load import paths_of
+from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -99,6 +100,45 @@ def test_mxfp4_weights_equal_those_of_transformers_bit_for_bit(quantized, tmp_pa
         np.testing.assert_array_equal(bits, expected[name], err_msg=name)
 
 
+def _frozen_step(directory, mesh, frozen="mxfp4"):
+    settings = config_of(directory, 64, mesh)
+    settings.precision.frozen = frozen
+    settings.lora = dict(rank=2, projections=("query", "attention_projected"))
+    config = load(settings)
+    return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
+
+
+def test_experts_in_mxfp4_are_loaded_as_they_are_on_every_mesh(quantized):
+    params, line = load_pretrained(_frozen_step(quantized, {}))
+    on_mesh, _ = load_pretrained(_frozen_step(quantized, dict(context=4, tensor=2), "nf4"))
+    plain = dict(paths_of(load_pretrained(step_of(quantized, 64, {}))[0]))
+    assert "quantized" not in line
+    params, on_mesh, tensors = dict(paths_of(params)), dict(paths_of(on_mesh)), _quantized_tensors()
+    paths = [path for path, x in params.items() if is_quantized(x)]
+    assert len(paths) == 2 * 3
+    for path in paths:
+        for ours, theirs in zip(params[path].arrays, on_mesh[path].arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(
+            params[path].dequantized(), plain[path].astype(ml_dtypes.bfloat16)
+        )
+    up = tensors["model.layers.1.mlp.experts.gate_up_proj_blocks"][:, 1::2]
+    np.testing.assert_array_equal(params["layers/mlp/expert_up"].codes[1], up.reshape(8, 64, -1))
+
+
+def test_experts_in_bf16_are_quantized_to_mxfp4_without_a_change(quantized, tmp_path):
+    """If they were dequantized from it."""
+    params, _ = load_pretrained(_frozen_step(quantized, {}))
+    step, in_bf16 = step_of(quantized, 64, {}), write_model(tmp_path / "bf16", "gpt_oss")
+    weights = by_names_in_files(step, load_pretrained(step)[0])
+    write_tensors(in_bf16, weights, num_files=2)
+    again, line = load_pretrained(_frozen_step(in_bf16, dict(context=2)))
+    assert "quantized to MXFP4" in line
+    params, again = dict(paths_of(params)), dict(paths_of(again))
+    for path in (path for path, x in params.items() if is_quantized(x)):
+        np.testing.assert_array_equal(params[path].dequantized(), again[path].dequantized())
+
+
 def _batch(step, tokens: np.ndarray) -> Batch:
     num_tokens = tokens.shape[1]
     order = zigzag_order(num_tokens, step.mesh.shape["context"])
@@ -147,3 +187,39 @@ def test_export_of_mxfp4_model_has_no_quantization(quantized, tmp_path):
     out = jaxlc.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((out / "config.json").read_text()) == CASES["gpt_oss"].config
     shutil.rmtree(out)
+
+
+@needs_transformers
+def test_export_of_frozen_experts_has_their_blocks_and_scales(quantized, tmp_path):
+    import jaxlc
+    from tests.hf.test_export import config_of as run_config
+    from tests.hf.test_export import tensors_in
+    from tests.train.runs import save_step_0
+
+    settings = run_config(quantized, precision__frozen="mxfp4")
+    settings.lora = dict(rank=2, projections=("query", "attention_projected"))
+    settings.train.checkpoint_frozen = False
+    save_step_0(settings, tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert config == CASES["gpt_oss"].config | dict(quantization_config=MXFP4)
+    expected, written = _quantized_tensors(), tensors_in(out)
+    assert written.keys() == expected.keys()
+    in_4_bits = [name for name in expected if name.endswith(("_blocks", "_scales"))]
+    assert len(in_4_bits) == 2 * 2 * 3
+    for name in in_4_bits:
+        np.testing.assert_array_equal(written[name], expected[name])
+    jobs = {
+        "before": dict(job="dequantize", directory=str(quantized)),
+        "after": dict(job="weights", directory=str(out)),
+    }
+    before, after = run_jobs(tmp_path, jobs).values()
+    for name in (name for name in before if name != "version"):
+        np.testing.assert_array_equal(after[name], before[name])
+    base = jaxlc.export(tmp_path / "run", tmp_path / "base", base=str(quantized))
+    assert "quantization_config" not in json.loads((base / "config.json").read_text())
+    trained = tmp_path / "experts"
+    settings.lora.projections = ("expert_up",)
+    save_step_0(settings, trained)
+    merged = tensors_in(jaxlc.export(trained, tmp_path / "merged"))
+    assert not [name for name in merged if name.endswith(("_blocks", "_scales"))]

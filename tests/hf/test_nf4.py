@@ -14,7 +14,7 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
-from jaxlc.models.nf4 import is_nf4
+from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.step import build_step
@@ -55,15 +55,17 @@ def test_quantized_weights_equal_those_of_bitsandbytes(saved):
     ours, line = params_of(in_bf16, mesh=dict(fsdp=2, tensor=2))
     theirs, their_line = params_of(in_nf4)
     assert "quantized to NF4" in line and "quantized to NF4" not in their_line
-    quantized = [path for path, x in ours.items() if is_nf4(x)]
+    quantized = [path for path, x in ours.items() if is_quantized(x)]
     assert len(quantized) == 7
     for path in quantized:
         a, b = jax.device_get((ours[path], theirs[path]))
-        np.testing.assert_array_equal(a.codes, b.codes)
-        assert (np.abs(a.offset - b.offset) <= np.spacing(b.offset)).all()
-        same = a.offset == b.offset
-        np.testing.assert_array_equal(a.scales[same], b.scales[same])
-        np.testing.assert_array_equal(a.maxima[same], b.maxima[same])
+        codes, scales, maxima, offset = a.arrays
+        np.testing.assert_array_equal(codes, b.codes)
+        *_, their_maxima, their_offset = b.arrays
+        assert (np.abs(offset - their_offset) <= np.spacing(their_offset)).all()
+        same = offset == their_offset
+        np.testing.assert_array_equal(scales[same], b.scales[same])
+        np.testing.assert_array_equal(maxima[same], their_maxima[same])
         assert same.any()
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}.mlp.down_proj.weight"

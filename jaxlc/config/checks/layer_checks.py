@@ -276,8 +276,8 @@ def precision_problems(config: Config) -> Iterator[str]:
             "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use"
             " --config.precision.compute=bf16"
         )
-    if precision.frozen == "nf4":
-        yield from _nf4_problems(config)
+    if precision.frozen in ("nf4", "mxfp4"):
+        yield from _quantized_problems(config)
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
         yield (
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
@@ -295,8 +295,11 @@ def precision_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _nf4_problems(config: Config) -> Iterator[str]:
-    setting, memory = "config.precision.frozen='nf4'", config.memory
+def _quantized_problems(config: Config) -> Iterator[str]:
+    setting, memory = f"config.precision.frozen={config.precision.frozen!r}", config.memory
+    quantized = quantized_matrices(config.model, config)
+    if config.precision.frozen == "mxfp4" and not quantized:
+        yield f"{setting} is for frozen experts of gpt-oss, and this model has none; use --config.precision.frozen=nf4"
     if memory.remat == "none":
         yield (
             f"unsupported: {setting} with config.memory.remat='none', which would save the dequantized weights of all"
@@ -306,8 +309,15 @@ def _nf4_problems(config: Config) -> Iterator[str]:
         yield (
             f"unsupported: {setting} with config.memory.node_copy_devices={memory.node_copy_devices}; use 0"
         )
-    for path, matrix in quantized_matrices(config.model, config.lora, config.train).items():
-        if [*matrix.inputs.values()][-1] % 2 or matrix.num_inputs * matrix.num_outputs % 64:
+    for path, (matrix, form, _) in quantized.items():
+        last = [*matrix.inputs.values()][-1]
+        if form == "mxfp4" and last % 32:
+            yield (
+                f"unsupported: {setting} needs experts whose inputs are multiples of 32, and {path} has {last}; use"
+                " --config.precision.frozen=bf16"
+            )
+            return
+        if last % 2 or matrix.num_inputs * matrix.num_outputs % 64:
             yield (
                 f"unsupported: {setting} needs matrices with an even number of inputs and a multiple of 64 entries, and"
                 f" {path} has {matrix.num_inputs} inputs and {matrix.num_outputs} outputs; use"
