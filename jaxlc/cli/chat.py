@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jaxlc
 from jaxlc.cli.flags import SamplingFlags, mesh_sizes, sampling_settings
@@ -21,7 +20,7 @@ from jaxlc.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(SamplingFlags):
-    positional: ClassVar[tuple[str, ...]] = ("source",)
+    positional = ("source",)
 
     source: str  # workdir of a run, Hugging Face directory or hub id
     system: str = ""  # the system prompt

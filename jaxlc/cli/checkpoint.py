@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from jaxlc.cli.flags import import_jax
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
@@ -24,7 +23,7 @@ from jaxlc.core.text import aligned, did_you_mean, progress_lines
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(VerbFlags):
-    positional: ClassVar[tuple[str, ...]] = ("action", "workdir")
+    positional = ("action", "workdir")
 
     action: str  # ls, verify or rm
     workdir: str  # workdir of the run

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.config.values import From1
@@ -27,8 +26,8 @@ PLOT_FILE = "data.png"
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
-    positional: ClassVar[tuple[str, ...]] = ("action",)
-    uses_devices: ClassVar[bool] = False
+    positional = ("action",)
+    uses_devices = False
 
     action: str  # report or show
     # show: number of documents, prompts or groups of each source; default: 3

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
 
 import jaxlc
 from jaxlc.cli.flags import ModelFlags, import_jax, mesh_sizes
@@ -22,7 +21,7 @@ from jaxlc.core.files import full_disk_explained, local_path, make_writable
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags, EvalSettings):
-    positional: ClassVar[tuple[str, ...]] = ("sources",)
+    positional = ("sources",)
 
     sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     # needle, passkey, loss, ruler, or tasks of RULER, separated by commas

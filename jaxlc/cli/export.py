@@ -10,7 +10,7 @@ It needs no accelerator, and host memory for the largest parameter, stacked over
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
@@ -22,7 +22,7 @@ from jaxlc.core.text import progress_lines
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(VerbFlags):
-    positional: ClassVar[tuple[str, ...]] = ("workdir", "out")
+    positional = ("workdir", "out")
 
     workdir: str  # workdir of the run
     out: str  # directory to write, which must not exist or be empty

@@ -7,7 +7,6 @@ Continues a prompt with the model of a run or of a Hugging Face directory, on al
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jaxlc
 from jaxlc.cli.flags import SamplingFlags, mesh_sizes, sampling_settings
@@ -19,7 +18,7 @@ from jaxlc.core.files import local_path
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(SamplingFlags):
-    positional: ClassVar[tuple[str, ...]] = ("source",)
+    positional = ("source",)
 
     source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ _KEPT = "finished records are kept, and the same command resumes"
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(VerbFlags):
-    positional: ClassVar[tuple[str, ...]] = ("source", "traces", "out")
+    positional = ("source", "traces", "out")
 
     source: str  # workdir of a run, Hugging Face directory or hub id
     traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow

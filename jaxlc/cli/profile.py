@@ -7,7 +7,6 @@ Trace the steps with --config.profile.steps=10:13; the trace is then in WORKDIR/
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxlc.cli.flags import check_output_file, write_json
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
@@ -15,7 +14,7 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(VerbFlags):
-    positional: ClassVar[tuple[str, ...]] = ("trace",)
+    positional = ("trace",)
 
     trace: str  # WORKDIR/profile, a trace directory, or a .xplane.pb file
     plan: str = ""  # JSON file of jaxlc plan --json; default: that of the traced step

@@ -310,14 +310,14 @@ def compile_evaluation(step: TrainStep) -> CompiledProgram:
     """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as
     `compile_step`.
     """
-    return _compiled(step, step.lower_evaluation, place_params, step.compile_evaluation)
+    return _compiled(step, step.lower_evaluation, place_params, step.compile_lowered)
 
 
 def compile_log_probs(step: TrainStep) -> CompiledProgram:
     """The log-probabilities of a batch, `TrainStep.jitted_log_probs`. Raises UserError as
     `compile_step`.
     """
-    return _compiled(step, step.lower_log_probs, place_params, step.compile_log_probs)
+    return _compiled(step, step.lower_log_probs, place_params, step.compile_lowered)
 
 
 def _compiled(

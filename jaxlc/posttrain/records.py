@@ -199,7 +199,6 @@ class TraceReader:
             group=f"pair {where}",
             advantage=advantage,
             label=advantage == CHOSEN,
-            is_truncated=bool(values.get("truncated", False)),
         )
 
     def prompt(self, record: Record) -> tuple[np.ndarray, str]:
@@ -241,7 +240,8 @@ class TraceReader:
         if self._teacher_top_k:
             fields["teacher"] = self._teacher(values, in_loss, where)
         return Trace(
-            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16], **fields,
+            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16],
+            is_truncated=bool(values.get("truncated")), **fields,
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
         )  # fmt: skip
 
@@ -285,7 +285,7 @@ class TraceReader:
         self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool
     ) -> _Encoded:
         prompt, answer = values.get("prompt"), values.get(name)
-        is_truncated = bool(values.get("truncated", False))
+        is_truncated = bool(values.get("truncated"))
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
             in_loss = array_of(values.get("loss_mask", ()))
@@ -410,8 +410,7 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     label = values.get("label")
     if label not in (None, True, False):
         raise BadRecord(f"{where}: label is {label!r}, expected true or false")
-    fields |= dict(policy_step=policy_step, is_truncated=bool(values.get("truncated", False)))
-    fields |= dict(label=label)
+    fields |= dict(policy_step=policy_step, label=label)
     for name in {"reward", "advantage"} & values.keys():
         value = values[name]
         if not (isinstance(value, (int, float)) and math.isfinite(value)):

@@ -203,7 +203,11 @@ def open_traces(
     num_groups = len(train_groups)
     if posttrain.loss and posttrain.no_advantage == "drop":
         train_groups = [group for group in train_groups if _has_advantage(group)]
-        _check_advantages(train_groups, step)
+        if not train_groups and step is None:
+            raise UserError(
+                "no group of config.data.traces has an advantage, so no token has a gradient: give the answers of a"
+                " prompt different rewards, or set config.posttrain.no_advantage to keep"
+            )
     heldout_trees = [trees(group) for group in heldout_groups]
     if posttrain.loss == "kto":
         train_trees, order = _steps(train_groups, config)
@@ -506,14 +510,6 @@ def _recent(traces: Sequence[Trace], step: int, limit: int) -> list[Trace]:
             " increase it, or make rollouts with newer weights"
         )
     return recent
-
-
-def _check_advantages(groups: Sequence[Group], step: int | None) -> None:
-    if not groups and step is None:
-        raise UserError(
-            "no group of config.data.traces has an advantage, so no token has a gradient: give the answers of a"
-            " prompt different rewards, or set config.posttrain.no_advantage to keep"
-        )
 
 
 def _age(trace: Trace, step: int) -> int:

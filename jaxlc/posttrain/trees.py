@@ -338,18 +338,20 @@ class PackedTraces:
                 segment_ids=segment,
                 experts=node.trace.experts[span],
             )
-            for trace in node.traces:
-                _write_teacher(arrays, node, trace, at)
             if depth:
                 arrays["prefix_ids"][at:end, :depth] = segments[:-1]
-            if "loss_tokens" in arrays:
-                values["targets"] = node.trace.tokens[targets]
-                for trace in node.traces:
-                    inputs = node.inputs_in_loss(trace)
+            for trace in node.traces:
+                inputs = node.inputs_in_loss(trace)
+                places = at + inputs - node.first
+                for name in trace.teacher.keys() & arrays.keys():
+                    arrays[name][places] = trace.teacher[name][inputs + 1]
+                if "loss_tokens" in arrays:
                     leaf = leaves.setdefault(id(trace), len(leaves) + 1)
-                    ids = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
+                    ids = dict(loss_tokens=places, loss_segments=leaf)
                     loss = self._loss(trace, inputs + 1)
                     row = _write(rows, row, row + len(inputs), **ids, **loss)
+            if "loss_tokens" in arrays:
+                values["targets"] = node.trace.tokens[targets]
             elif not node.children:
                 values |= dict(
                     targets=node.trace.tokens[targets], **self._loss(node.trace, targets)
@@ -371,15 +373,6 @@ class PackedTraces:
             **dict(sampled_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
         )
-
-
-def _write_teacher(arrays: dict[str, np.ndarray], node: Tree, trace: Trace, at: int) -> None:
-    """Writes the teacher's candidates of the tokens of a node, from `at` on, that a trace has in its
-    loss.
-    """
-    inputs = node.inputs_in_loss(trace)
-    for name in trace.teacher.keys() & arrays.keys():
-        arrays[name][at + inputs - node.first] = trace.teacher[name][inputs + 1]
 
 
 def _write(

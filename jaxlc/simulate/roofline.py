@@ -136,21 +136,14 @@ def wave_efficiency(rows: int, columns: int, batch: int, num_multiprocessors: in
     Background User's Guide", sections "Tile quantization" and "Wave quantization". Smaller tiles
     read more from shared memory, which is ignored.
     """
-    return max(
-        rows
-        * columns
-        * batch
-        / (_num_waves(rows, columns, batch, tile, num_multiprocessors) * tile[0] * tile[1])
-        for tile in _TILES
-    )
 
+    def occupied(tile: tuple[int, int]) -> float:
+        num_tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+        # those that could be computed in the same time
+        num_slots = math.ceil(num_tiles / num_multiprocessors) * num_multiprocessors
+        return rows * columns * batch / (num_slots * math.prod(tile))
 
-def _num_waves(
-    rows: int, columns: int, batch: int, tile: tuple[int, int], num_multiprocessors: int
-) -> int:
-    """Waves of tiles, times the multiprocessors: tiles that could be computed in the same time."""
-    tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
-    return math.ceil(tiles / num_multiprocessors) * num_multiprocessors
+    return max(map(occupied, _TILES))
 
 
 def saturation(num_keys: float, half_keys: float) -> float:

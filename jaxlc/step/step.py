@@ -342,7 +342,7 @@ class TrainStep:
         Raises:
           UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
-        compiled = self._compile(lowered or self.lower(), extra_options)
+        compiled = self.compile_lowered(lowered or self.lower(), extra_options)
         offload = self.config.memory.offload
         if offload and self._platform == "gpu" and not _uses_host_memory(compiled):
             raise UserError(
@@ -376,17 +376,10 @@ class TrainStep:
         return abstract_sequences(self.config, self.mesh, self.sequence_order.chained is not None)
 
     def compile_evaluation(
-        self,
-        extra_options: dict[str, bool | int | str] | None = None,
-        lowered: jax.stages.Lowered | None = None,
+        self, extra_options: dict[str, bool | int | str] | None = None
     ) -> jax.stages.Compiled:
-        """Compiles `jitted_evaluation` with the options of the step, so that it uses the same
-        transport and memory.
-
-        Args:
-          lowered: the result of `lower_evaluation`, if the caller changed it.
-        """
-        return self._compile(lowered or self.lower_evaluation(), extra_options)
+        """Compiles `jitted_evaluation`."""
+        return self.compile_lowered(self.lower_evaluation(), extra_options)
 
     @cached_property
     def reference(self) -> "TrainStep | None":
@@ -435,15 +428,13 @@ class TrainStep:
             self.abstract_state.params, self.abstract_batch._replace(reference_log_probs=None)
         )
 
-    def compile_log_probs(
+    def compile_lowered(
         self,
+        lowered: jax.stages.Lowered,
         extra_options: dict[str, bool | int | str] | None = None,
-        lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles `jitted_log_probs`; as `compile_evaluation`."""
-        return self._compile(lowered or self.lower_log_probs(), extra_options)
-
-    def _compile(self, lowered: jax.stages.Lowered, extra_options) -> jax.stages.Compiled:
+        """Compiles a program with the options of the step, so that it uses the same transport and
+        memory."""
         with compilation_cache.for_step(self.mesh.devices.flat):
             return lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
 

@@ -162,7 +162,7 @@ class Reference:
         if (reference := step.reference) is None:
             return
         with watchdog.phase("compilation", repeats=False), progress.compiling("the reference"):
-            self._log_probs = reference.compile_log_probs()
+            self._log_probs = reference.compile_lowered(reference.lower_log_probs())
         with progress.progress_bar(f"reading {reference.config.model.init_from}") as update:
             self._params, line = load_pretrained(reference, update)
         progress.log(f"reference: {line.split(maxsplit=1)[1]}")

@@ -225,9 +225,9 @@ def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: R
 
 
 def ranges_specs(
-    spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks
+    spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks, *_: Ranks
 ) -> PartitionSpec | SkippableSteps:
-    """The PartitionSpecs of the arrays of `prepare`."""
+    """The PartitionSpecs of the arrays of `prepare`, or of `ulysses.hybrid_prepare`."""
     tokens = PartitionSpec(batch_axes, ranks.axis)
     if spec.window is not None:
         return tokens

@@ -113,7 +113,7 @@ STRATEGIES: dict[str, Strategy] = {
     "hybrid": Strategy(
         ulysses.hybrid_attend,
         ulysses.hybrid_prepare,
-        ulysses.hybrid_ranges_specs,
+        ring.ranges_specs,
         implicit_positions=True,
     ),
 }

@@ -146,13 +146,6 @@ def hybrid_prepare(
     return ring.prepare(gather_tokens(tokens, inner), kernel, spec, outer)
 
 
-def hybrid_ranges_specs(
-    spec: AttentionSpec, batch_axes: tuple[str, ...], outer: Ranks, inner: Ranks
-) -> PartitionSpec:
-    """The PartitionSpec of all arrays of `prepare`."""
-    return ring.ranges_specs(spec, batch_axes, outer)
-
-
 def hybrid_attend(
     qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, outer: Ranks, inner: Ranks
 ) -> tuple[jax.Array, jax.Array]:
