@@ -36,7 +36,7 @@ Which parameters are trained, and how many, from the config alone. Imports no ja
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlc.config.kinds import (
@@ -81,12 +81,7 @@ def trains_layers(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> b
 
 def num_adapter_params(model: ModelConfig, lora: LoraConfig, *, active: bool = False) -> int:
     """The number of entries of all adapters; with `active`, of those that multiply a token."""
-    if not lora.rank:
-        return 0
-    return lora.rank * sum(
-        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora, active)
-        for kind in model.used_kinds
-    )
+    return lora.rank * sum_over_layers(model, lambda layer: _adapter_size(layer, lora, active))
 
 
 def _adapter_size(layer: LayerConfig, lora: LoraConfig, active: bool) -> int:
@@ -110,13 +105,20 @@ def matrix_sizes(model: ModelConfig, *, active: bool) -> dict[str, int]:
     `active`, those that multiply a token."""
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
     sizes = Counter(dict.fromkeys(vocabulary, model.vocab_size * model.model_dim))
-    # the last layers have the names of the others
-    for (_, *kind), layers in model.layer_stacks.items():
-        for name, matrix in layer_matrices(model.of_kind(model.kinds_of_layers[layers[0]])).items():
-            sizes["/".join(("layers", *kind, name))] += len(layers) * (
-                matrix.active_size if active else matrix.size
-            )
+    for _, name, num_layers, matrix in _stacked_matrices(model):
+        sizes[name] += num_layers * (matrix.active_size if active else matrix.size)
     return dict(sizes)
+
+
+def _stacked_matrices(model: ModelConfig) -> Iterator[tuple[str, str, int, Matrix]]:
+    """The matrices of all stacks of layers: their paths in the parameter tree, such as
+    layers_2/attention/wq; their names, in which all stacks are layers; layers; and sizes.
+    """
+    for (stack, *kind), layers in model.layer_stacks.items():
+        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        for name, matrix in layer_matrices(layer).items():
+            own = "/".join((*kind, name))
+            yield f"{stack}/{own}", f"layers/{own}", len(layers), matrix
 
 
 class QuantizedMatrix(NamedTuple):
@@ -144,16 +146,11 @@ def quantized_matrices(model: ModelConfig, config: RunConfig) -> dict[str, Quant
         family.quantization == "mxfp4" and family.settings.items() <= model.by_path.items()
         for family in FAMILIES.values()
     )
-    for (stack, *kind), layers in model.layer_stacks.items():
-        layer = model.of_kind(model.kinds_of_layers[layers[0]])
-        for name, matrix in layer_matrices(layer).items():
-            is_trained_one = is_trained(
-                "/".join(("layers", *kind, name)), config.lora, config.train
-            )
-            form = "mxfp4" if has_mxfp4 and matrix.num_experts > 1 else "nf4"
-            if "experts" not in matrix.outputs and not is_trained_one and frozen in ("nf4", form):
-                path = "/".join((stack, *kind, name))
-                found[path] = QuantizedMatrix(matrix, form, len(layers))
+    for path, name, num_layers, matrix in _stacked_matrices(model):
+        is_frozen = not is_trained(name, config.lora, config.train)
+        form = "mxfp4" if has_mxfp4 and matrix.num_experts > 1 else "nf4"
+        if "experts" not in matrix.outputs and is_frozen and frozen in ("nf4", form):
+            found[path] = QuantizedMatrix(matrix, form, num_layers)
     return found
 
 
@@ -199,9 +196,8 @@ def step_flops(
       num_tokens: of the step, padding included.
       num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
     """
-    mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * sum_over_layers(
-        model, _flops_per_token
-    )
+    per_token = sum_over_layers(model, lambda layer: mixing_flops(layer).per_token)
+    mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * per_token
     num_passes = 3 if trains_layers(model, lora, train) else 1
     return StepFlops(
         2.0 * num_tokens * sum(product_entries(model, lora, train)), num_passes * mixing
@@ -281,7 +277,10 @@ def num_matmul_params(model: ModelConfig) -> int:
     """The number of entries of all weight matrices in matrix products: the layers and the output
     head.
     """
-    return sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
+    in_layers = sum_over_layers(
+        model, lambda layer: sum(matrix.size for matrix in layer_matrices(layer).values())
+    )
+    return in_layers + model.model_dim * model.vocab_size
 
 
 def num_params(model: ModelConfig) -> int:
@@ -302,11 +301,3 @@ def _num_vector_entries(layer: LayerConfig) -> int:
     num_norms = (1 + (layer.norm_placement == "pre_and_post")) * len(norms_of(layer))
     own = sum(block.num_vector_entries(layer) for block in branches_of(layer).values())
     return num_norms * layer.model_dim + own
-
-
-def _flops_per_token(layer: LayerConfig) -> int:
-    return mixing_flops(layer).per_token
-
-
-def _layer_matmul_params(layer: LayerConfig) -> int:
-    return sum(matrix.size for matrix in layer_matrices(layer).values())

@@ -386,20 +386,26 @@ def _time(predicted: Prediction) -> Iterator[str]:
             "host copies",
             f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies",
         )
-    if predicted.recurrence_seconds:
-        share = two_digits(100 * predicted.recurrence_seconds / predicted.step_seconds)
-        yield _text_row(
-            "recurrence", f"{share}%, kernels of recurrent layers between their projections"
-        )
-    if predicted.expansion_seconds:
-        share = two_digits(100 * predicted.expansion_seconds / predicted.step_seconds)
-        yield _text_row("expansion", f"{share}%, kernels that expand latents to keys and values")
-    if predicted.experts_overhead_seconds:
-        share = two_digits(100 * predicted.experts_overhead_seconds / predicted.step_seconds)
-        yield _text_row(
+    for name, seconds, what in (
+        (
+            "recurrence",
+            predicted.recurrence_seconds,
+            "kernels of recurrent layers between their projections",
+        ),
+        (
+            "expansion",
+            predicted.expansion_seconds,
+            "kernels that expand latents to keys and values",
+        ),
+        (
             "experts",
-            f"{share}%, routing, sorting, copies of weights, padding; beyond the routed rows",
-        )
+            predicted.experts_overhead_seconds,
+            "routing, sorting, copies of weights, padding; beyond the routed rows",
+        ),
+    ):
+        if seconds:
+            share = two_digits(100 * seconds / predicted.step_seconds)
+            yield _text_row(name, f"{share}%, {what}")
     yield from _text_rows(
         "by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds)
     )

@@ -115,12 +115,9 @@ def with_visible_gpus(facts: Facts, environment: Mapping[str, str]) -> Facts:
         or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
         for index, uuid in enumerate(facts.gpu_uuids)
     ]
-    return dataclasses.replace(
-        facts,
-        gpu_uuids=list(itertools.compress(facts.gpu_uuids, is_visible)),
-        gpu_bytes=list(itertools.compress(facts.gpu_bytes, is_visible)),
-        gpu_free_bytes=list(itertools.compress(facts.gpu_free_bytes, is_visible)),
-    )
+    of_gpus = ("gpu_uuids", "gpu_bytes", "gpu_free_bytes")
+    visible_ones = {x: list(itertools.compress(vars(facts)[x], is_visible)) for x in of_gpus}
+    return dataclasses.replace(facts, **visible_ones)
 
 
 def versions(driver: str = "") -> dict[str, str]:

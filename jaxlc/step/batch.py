@@ -89,8 +89,20 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
     skips_ring_steps = few_documents and _may_skip_ring_steps(config, context)
     if kinds_with(PassesStates, config.model):
         min_tokens = reach(config.model)
-        return _with_chains(
-            description, context, window, min_tokens=min_tokens, skips_ring_steps=skips_ring_steps
+
+        def chained(sequence):
+            return chained_order(
+                sequence["segment_ids"], context, num_chains=NUM_CHAINS, min_tokens=min_tokens, window=window,
+                skips_ring_steps=skips_ring_steps,
+            )  # fmt: skip
+
+        return SequenceOrder(
+            description=f"{description}, at most {NUM_CHAINS - 1} documents of a sequence on all ranks",
+            of=lambda sequence: chained(sequence).order_T,
+            few_documents=few_documents,
+            skips_ring_steps=skips_ring_steps,
+            num_chains=NUM_CHAINS,
+            chained=chained,
         )
 
     def order_of(sequence):
@@ -108,25 +120,6 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
         of=order_of,
         few_documents=few_documents,
         skips_ring_steps=skips_ring_steps,
-    )
-
-
-def _with_chains(
-    description: str, context: int, window: int | None, *, min_tokens: int, skips_ring_steps: bool
-) -> SequenceOrder:
-    def chained(sequence):
-        return chained_order(
-            sequence["segment_ids"], context, num_chains=NUM_CHAINS, min_tokens=min_tokens, window=window,
-            skips_ring_steps=skips_ring_steps,
-        )  # fmt: skip
-
-    return SequenceOrder(
-        description=f"{description}, at most {NUM_CHAINS - 1} documents of a sequence on all ranks",
-        of=lambda sequence: chained(sequence).order_T,
-        few_documents=window is None,
-        skips_ring_steps=skips_ring_steps,
-        num_chains=NUM_CHAINS,
-        chained=chained,
     )
 
 

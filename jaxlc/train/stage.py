@@ -245,22 +245,24 @@ class StageRun(Outputs):
                 f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
                 " run the same command again to resume"
             )
-        with watchdog.phase("checkpoint"), self.timings.saving():
-            meta = self._meta(position, self.stage.config.train.checkpoint_every_steps)
-            is_new = self.checkpoints.save(
-                position.step, checkpoint_part(self.stage.step, position.state), meta
-            )
-        if is_new:
+        if self._save(position, self.stage.config.train.checkpoint_every_steps):
             self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
 
     def save_locally(self, position: Position) -> Position:
         """Saves a local checkpoint, unless the step has one in the workdir."""
-        with watchdog.phase("checkpoint"), self.timings.saving():
-            meta = self._meta(position, self.stage.config.train.local_checkpoint_every_steps)
-            part = checkpoint_part(self.stage.step, position.state)
-            self.checkpoints.save(position.step, part, meta, is_local=True)
+        every = self.stage.config.train.local_checkpoint_every_steps
+        self._save(position, every, is_local=True)
         return position
+
+    def _save(self, position: Position, every: int, is_local: bool = False) -> bool:
+        """Saves a checkpoint of those of every `every` steps; False: the step has one."""
+        with watchdog.phase("checkpoint"), self.timings.saving():
+            part, meta = (
+                checkpoint_part(self.stage.step, position.state),
+                self._meta(position, every),
+            )
+            return self.checkpoints.save(position.step, part, meta, is_local=is_local)
 
     def _meta(self, position: Position, every: int) -> dict[str, Any]:
         """The meta of a checkpoint, which is saved every `every` steps."""
