@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from jaxlc.core.errors import UserError
@@ -31,8 +30,7 @@ class Conversation:
         self._generator, self._max_tokens = generator, max_tokens
         self._batch = Batch(generator, [np.zeros(max_tokens - 1, np.int32)], 1, chunk_tokens)
         self._ids = np.zeros(0, np.int32)  # of the tokens in the cache
-        self._is_state = self._batch.states_of_cache()
-        self._states = [(0, self._copied_states())]
+        self._states = [(0, self._batch.copied_states())]
         self.num_prefilled = 0
 
     def answer(
@@ -87,19 +85,16 @@ class Conversation:
         length = min(len(self._ids), len(ids) - 1)
         differences = np.flatnonzero(self._ids[:length] != ids[:length])
         kept = int(differences[0]) if len(differences) else length
-        if any(self._is_state):
+        if any(self._batch.is_state):
             while self._states[-1][0] > kept:
                 self._states.pop()
             kept, states = self._states[-1]
-            self._batch.restore(self._is_state, states)
+            self._batch.restore(states)
         self._batch.rewind(ids[:kept])
         return kept
 
     def _keep_states(self) -> None:
-        self._states.append((len(self._ids), self._copied_states()))
-
-    def _copied_states(self) -> list[jax.Array]:
-        return self._batch.copied(self._is_state)
+        self._states.append((len(self._ids), self._batch.copied_states()))
 
 
 _CHUNK_TOKENS = 256  # of a prompt, per context rank

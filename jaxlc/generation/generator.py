@@ -499,7 +499,8 @@ class Batch:
         self._seen_BV[:] = False
         self._seen_BV[:, ids] = True
 
-    def states_of_cache(self) -> list[bool]:
+    @functools.cached_property
+    def is_state(self) -> list[bool]:
         """Which arrays of the cache are states, which change with each token: their size does not
         depend on the number of tokens.
         """
@@ -511,16 +512,16 @@ class Batch:
         )
         return [short == long for short, long in zip(*shapes, strict=True)]
 
-    def copied(self, is_state: Sequence[bool]) -> list[jax.Array]:
+    def copied_states(self) -> list[jax.Array]:
         """Copies of the states; a step updates those of the cache in place."""
-        leaves = zip(jax.tree.leaves(self._cache), is_state, strict=True)
+        leaves = zip(jax.tree.leaves(self._cache), self.is_state, strict=True)
         return [jnp.copy(leaf) for leaf, is_copied in leaves if is_copied]
 
-    def restore(self, is_state: Sequence[bool], states: Sequence[jax.Array]) -> None:
+    def restore(self, states: Sequence[jax.Array]) -> None:
         """Sets the states of the cache to copies of `states`."""
         leaves, structure = jax.tree.flatten(self._cache)
         rest = iter(states)
-        leaves = [jnp.copy(next(rest)) if x else leaf for leaf, x in zip(leaves, is_state)]
+        leaves = [jnp.copy(next(rest)) if x else leaf for leaf, x in zip(leaves, self.is_state)]
         self._cache = jax.tree.unflatten(structure, leaves)
 
     def decode(self, tokens_B: np.ndarray) -> jax.Array:

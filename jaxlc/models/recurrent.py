@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.recurrence.chunks import Rule, one_output
+from jaxlc.attention.recurrence.convolution import like
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
     Filter,
@@ -301,10 +302,6 @@ class CachedRecurrence:
         num_tokens = arrays[0].shape[1]
         first = lax.axis_index(CONTEXT) * num_tokens
         is_new_bt = first + jnp.arange(num_tokens) < new.num_new_B[:, None]
-
-        def of_new_tokens(x):
-            return jnp.where(is_new_bt.reshape(*is_new_bt.shape, *[1] * (x.ndim - 2)), x, 0)
-
         inputs = (
             filtered(
                 x, taps, None, past_bPW=before.reshape(*before.shape[:2], -1), ranks=self._ranks
@@ -312,9 +309,8 @@ class CachedRecurrence:
             for x, taps, before in zip(arrays, operands.filters, past)
         )
         # padding does not change the state
-        operands = operands._replace(
-            g_BTH=of_new_tokens(operands.g_BTH), beta_BTH=of_new_tokens(operands.beta_BTH)
-        )
+        g, beta = (jnp.where(like(is_new_bt, x), x, 0) for x in (operands.g_BTH, operands.beta_BTH))
+        operands = operands._replace(g_BTH=g, beta_BTH=beta)
         tokens = operands.tokens(*unit_lengths(self.rule, *inputs), None, None)
         out, state = continued_recurrence(tokens, self.rule, state, ranks=self._ranks)
         last = (_last_inputs(*pair, first, new) for pair in zip(past, arrays))
@@ -336,7 +332,7 @@ class CachedRecurrence:
         values = [new_state, *(x[:, 1:] for x in inputs)]
         is_new = new.num_new_B > 0
         values = [
-            jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old.astype(x.dtype))
+            jnp.where(like(is_new, x), x, old.astype(x.dtype))
             for x, old in zip(values, (state, *past))
         ]
         return jnp.broadcast_to(out, (len(out), num_local, *out.shape[2:])), *values

@@ -3,6 +3,7 @@ prompts, too.
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,10 +188,7 @@ def open_traces(
         traces = [replace(trace, advantage=1.0) for trace in traces]
 
     levels = config.attention.shared_prefixes
-
-    def trees(group: Group) -> list[Tree]:
-        return trees_of(group, data.seq_len, levels=levels)
-
+    trees = functools.partial(trees_of, seq_len=data.seq_len, levels=levels)
     groups = list(groups_of(traces))
     if posttrain.is_pairwise:
         groups = list(_pairs(groups, trees, config, warnings))

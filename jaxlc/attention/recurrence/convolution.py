@@ -37,7 +37,7 @@ class Tail(NamedTuple):
     exists: jax.Array  # bool [...]
 
     def or_else(self, earlier: "Tail") -> "Tail":
-        return jax.tree.map(lambda a, b: jnp.where(_like(self.exists, a), a, b), self, earlier)
+        return jax.tree.map(lambda a, b: jnp.where(like(self.exists, a), a, b), self, earlier)
 
 
 class _Chunks(NamedTuple):
@@ -146,7 +146,7 @@ def _fragment_tails(own: list[Tail], ranks: Ranks) -> list[Tail]:
         last_B = jnp.where(all_tails.exists & (order < place), order, -1).max(0)
         is_last_FB = order == last_B
         return jax.tree.map(
-            lambda t: jnp.where(_like(is_last_FB, t), t, jnp.zeros_like(t)).sum(0).astype(t.dtype),
+            lambda t: jnp.where(like(is_last_FB, t), t, jnp.zeros_like(t)).sum(0).astype(t.dtype),
             all_tails,
         )
 
@@ -192,7 +192,7 @@ def _selected(is_selected: jax.Array, x: jax.Array) -> jax.Array:
     )
 
 
-def _like(flags: jax.Array, x: jax.Array) -> jax.Array:
+def like(flags: jax.Array, x: jax.Array) -> jax.Array:
     """Flags with the number of dimensions of x."""
     return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 

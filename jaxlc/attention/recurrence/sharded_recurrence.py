@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.recurrence import chunks, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
-from jaxlc.attention.recurrence.convolution import convolution
+from jaxlc.attention.recurrence.convolution import convolution, like
 from jaxlc.attention.recurrence.sharded_rule import groups_at_once, recurrence, recurrence_in_groups
 from jaxlc.attention.state_passing import predecessors
 from jaxlc.attention.strategies.strategy import repeat_heads
@@ -145,8 +145,9 @@ def with_halos(x_bGg: jax.Array, halos_bFP: jax.Array, table: GroupTable) -> jax
     is_first_bG = (fragment_bG != previous_bG) & (fragment_bG < num_fragments)
     index_bG = jnp.where(is_first_bG, fragment_bG, -1)
     before_bGP = rows_at(halos_bFP, index_bG)
-    is_first = is_first_bG.reshape(*is_first_bG.shape, *[1] * (x_bGg.ndim - 2))
-    before_bGP = jnp.where(is_first, before_bGP, _ends_of_previous(x_bGg, num_before))
+    before_bGP = jnp.where(
+        like(is_first_bG, x_bGg), before_bGP, _ends_of_previous(x_bGg, num_before)
+    )
     return jnp.concatenate([before_bGP, x_bGg], axis=2)
 
 
@@ -170,7 +171,7 @@ def picked(x_bm: jax.Array, index_bn: jax.Array, inverse_bm: jax.Array) -> jax.A
     Args:
       inverse_bm: where each row of x is in the result; negative: nowhere.
     """
-    index = index_bn.reshape(*index_bn.shape, *[1] * (x_bm.ndim - 2))
+    index = like(index_bn, x_bm)
     return jnp.where(index >= 0, _take(x_bm, jnp.maximum(index, 0)), 0)
 
 
