@@ -5,10 +5,11 @@ tokens only. Ctrl-C ends an answer; Ctrl-D, or /exit, the chat; /undo removes th
 """
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jaxlc
@@ -27,11 +28,6 @@ class Flags(SamplingFlags):
     max_tokens: From1[int] = 1024  # largest number of tokens of an answer
     # largest number of tokens of the chat, for which the KV cache has memory
     max_context: From1[int] = 32_768
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_chat, argv, description=__doc__, flags=Flags)
 
 
 def _chat(command: ParsedCommand[Flags]) -> int:
@@ -91,3 +87,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         yield noted.is_set
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(run_main, _chat, description=__doc__, flags=Flags)

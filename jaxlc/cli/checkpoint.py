@@ -9,8 +9,8 @@ deletes the checkpoints of these steps, but never all of them, and with --incomp
 runs have left. No accelerator is used.
 """
 
+import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,6 @@ class Flags(VerbFlags):
     workdir: str  # workdir of the run
     steps: tuple[int, ...] = ()  # verify, rm: steps of the checkpoints; default of verify: all
     incomplete: bool = False  # rm: delete what killed runs have left, and what was unreadable
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status."""
-    return run_main(_run, argv, description=__doc__, flags=Flags)
 
 
 def _run(command: ParsedCommand[Flags]) -> int:
@@ -115,3 +110,7 @@ def _remove(directory: Path, flags: Flags) -> int:
             remove(path)
     print(f"deleted {', '.join(path.name for path in paths) or 'nothing'}")
     return 0
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(run_main, _run, description=__doc__, flags=Flags)

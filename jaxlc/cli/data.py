@@ -8,9 +8,10 @@ uses them, with the tokens that have a loss in green, or in brackets where the o
 Sources that are not tokenized yet are tokenized, as a run would do. JAX does not start.
 """
 
+import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,6 @@ class Flags(ConfigFlags):
     action: str  # report or show
     # show: number of documents, prompts or groups of each source; default: 3
     num: From1[int] | None = None
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status."""
-    kept = "interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes"
-    return run_main(_run, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _run(command: ParsedCommand[Flags]) -> int:
@@ -95,3 +90,13 @@ def _report(command: ParsedCommand[Flags]) -> int:
 def _print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
         print_to_stderr(f"warning: {warning}")
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    _run,
+    description=__doc__,
+    flags=Flags,
+    interrupted="interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes",
+)

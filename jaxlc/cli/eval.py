@@ -33,14 +33,6 @@ class Flags(ModelFlags, EvalSettings):
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
-    UserError.
-    """
-    kept = "interrupted; finished predictions are kept, and the same command resumes"
-    return run_main(_evaluate, argv, description=__doc__, flags=Flags, interrupted=kept)
-
-
 def _evaluate(command: ParsedCommand[Flags]) -> int:
     """Evaluates all checkpoints of all sources and draws the figures."""
     flags = command.flags
@@ -123,3 +115,13 @@ def _names(sources: Sequence[str]) -> list[str]:
 def _print_figures(paths: Sequence[Path]) -> None:
     for path in paths:
         print(f"figure {path}")
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    _evaluate,
+    description=__doc__,
+    flags=Flags,
+    interrupted="interrupted; finished predictions are kept, and the same command resumes",
+)

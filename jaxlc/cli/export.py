@@ -7,8 +7,8 @@ trained from the model that the run started from.
 It needs no accelerator, and host memory for the largest parameter, stacked over the layers.
 """
 
+import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,19 +40,6 @@ class Flags(VerbFlags):
     public: bool = False  # push_to_hub: a new model is public, instead of private
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
-    UserError.
-    """
-    return run_main(
-        _export,
-        argv,
-        description=__doc__,
-        flags=Flags,
-        interrupted="interrupted; nothing was written",
-    )
-
-
 def _export(command: ParsedCommand[Flags]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     with progress_lines("exporting"):
@@ -65,3 +52,13 @@ def _export(command: ParsedCommand[Flags]) -> int:
             "model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)"
         )
     return 0
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    _export,
+    description=__doc__,
+    flags=Flags,
+    interrupted="interrupted; nothing was written",
+)

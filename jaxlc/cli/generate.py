@@ -4,8 +4,8 @@ Continues a prompt with the model of a run or of a Hugging Face directory, on al
 `jaxlc plan --prompt_tokens=TOKENS` prints the memory of a KV cache.
 """
 
+import functools
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jaxlc
@@ -27,13 +27,6 @@ class Flags(SamplingFlags):
     stop: list[str] | None = None  # string that ends the text; may be repeated
     chat: bool = False  # the prompt is a message of a user in the chat template of the model
     chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
-    UserError.
-    """
-    return run_main(_generate, argv, description=__doc__, flags=Flags)
 
 
 def _generate(command: ParsedCommand[Flags]) -> int:
@@ -72,3 +65,7 @@ def _read(path: str) -> str:
     except OSError as error:
         raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
     return content.decode(errors="replace")
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(run_main, _generate, description=__doc__, flags=Flags)

@@ -9,6 +9,7 @@ tokens at a time.
 """
 
 import base64
+import functools
 import json
 import os
 import sys
@@ -60,15 +61,6 @@ class Flags(VerbFlags):
     # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
     mesh: str | None = None
     simulated_devices: int = 0  # number of CPU devices to simulate
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
-    UserError.
-    """
-    return run_main(
-        _score, argv, description=__doc__, flags=Flags, interrupted=f"interrupted; {_KEPT}"
-    )
 
 
 def _score(command: ParsedCommand[Flags]) -> int:
@@ -198,3 +190,13 @@ def _num_records(out: Path, header: dict[str, Any]) -> int:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))
     return len(lengths)
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    _score,
+    description=__doc__,
+    flags=Flags,
+    interrupted=f"interrupted; {_KEPT}",
+)

@@ -4,8 +4,8 @@ Compares a trace of training steps with the plan's estimate, by class of kernels
 Trace the steps with --config.profile.steps=10:13; the trace is then in WORKDIR/profile.
 """
 
+import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxlc.cli.flags import check_output_file, write_json
@@ -22,13 +22,6 @@ class Flags(VerbFlags):
     constants: str = ""  # JSON file of measured constants, as for jaxlc plan
     steps: int = 0  # number of traced steps; 0: as recorded
     json: str = ""  # output file for the comparison as JSON
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
-    UserError.
-    """
-    return run_main(_compare, argv, description=__doc__, flags=Flags)
 
 
 def _compare(command: ParsedCommand[Flags]) -> int:
@@ -50,3 +43,7 @@ def _compare(command: ParsedCommand[Flags]) -> int:
     if flags.json:
         write_json(flags.json, result.to_json())
     return 0
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(run_main, _compare, description=__doc__, flags=Flags)

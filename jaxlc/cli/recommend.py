@@ -10,6 +10,7 @@ candidates ahead of time (AOT), prints up to three meshes to measure, and writes
 The same command resumes an interrupted search.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,21 +53,6 @@ class Flags(NodeFlags):
     # number of concurrent compilations; default: as many as cores and memory allow
     workers: From1[int] | None = None
     out: str = "recommended.py"  # config file to write
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns its status: 1 if nothing fits, 130
-    after Ctrl-C.
-    """
-    kept = "interrupted; compiled steps are kept, and the same command resumes"
-    return run_main(
-        recommend_stages,
-        argv,
-        description=__doc__,
-        flags=Flags,
-        base=base_config,
-        interrupted=kept,
-    )
 
 
 def recommend_stages(command: ParsedCommand[Flags], verb: str = "recommend") -> int:
@@ -194,3 +180,14 @@ def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
         set_model(config, model)
     names = [stage.name for stage in stages]
     return [stage for stage in load_stages(config) if stage.name in names]
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    recommend_stages,
+    description=__doc__,
+    flags=Flags,
+    base=base_config,
+    interrupted="interrupted; compiled steps are kept, and the same command resumes",
+)

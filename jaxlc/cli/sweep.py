@@ -9,6 +9,7 @@ time:
     jaxlc sweep --config=256k:mini --run --axes=context,tensor
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -48,12 +49,6 @@ class Flags(TargetFlags):
     out: str = ""  # directory for points, ranking and plots; default: runs/sweep_NAME
     # measure on the devices of this machine, or on config.runtime.simulated_devices
     run: bool = False
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 130 after Ctrl-C."""
-    kept = "interrupted; finished points are kept, and the same command resumes"
-    return run_main(_sweep, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _sweep(command: ParsedCommand[Flags]) -> int:
@@ -170,3 +165,13 @@ def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list
         typed(f"--{flag}", name, hint_at(path))
         for name in dict.fromkeys(names or [space.value_of(config, path)])
     ]
+
+
+# (argv, program name first) -> exit status
+main = functools.partial(
+    run_main,
+    _sweep,
+    description=__doc__,
+    flags=Flags,
+    interrupted="interrupted; finished points are kept, and the same command resumes",
+)
