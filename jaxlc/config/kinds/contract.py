@@ -103,6 +103,12 @@ class LayerTensor(NamedTuple):
     is_float32: bool = False
 
 
+def conv_tensors(tensor: str, names: str = "qkv") -> Iterator[LayerTensor]:
+    """The convolutions of recurrent layers; "{}" in `tensor` stands for the name of each."""
+    for name in names:
+        yield LayerTensor(f"conv_{name}", tensor.format(name), 1, is_convolution=True)
+
+
 class MixingFlops(NamedTuple):
     """Model FLOPs of the forward pass of a mixer, besides products with weights."""
 

@@ -7,7 +7,7 @@ Tensors: transformers, models/qwen3_5.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,7 @@ class DeltaNetKind(RecurrentKind):
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
         *(LayerTensor(f"w{x}", f"linear_attn.in_proj_{x}.weight", 1) for x in "zba"),
-        *(
-            LayerTensor(f"conv_{x}", "linear_attn.conv1d.weight", 1, is_convolution=True)
-            for x in "qkv"
-        ),
+        *conv_tensors("linear_attn.conv1d.weight"),
         LayerTensor("log_decay", "linear_attn.A_log"),
         LayerTensor("decay_bias", "linear_attn.dt_bias"),
         LayerTensor("out_norm/scale", "linear_attn.norm.weight"),

@@ -6,7 +6,7 @@ Tensors: transformers, models/kimi_linear.
 
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 from jaxlc.config.values import UpTo0
 
 
@@ -40,10 +40,7 @@ class KdaKind(RecurrentKind):
     layer_types = {"kimi_delta": "kimi_delta_attention"}
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkvb"),
-        *(
-            LayerTensor(f"conv_{x}", f"self_attn.{x}_conv1d.weight", 1, is_convolution=True)
-            for x in "qkv"
-        ),
+        *conv_tensors("self_attn.{}_conv1d.weight"),
         LayerTensor("wf_down", "self_attn.f_a_proj.weight", 1),
         LayerTensor("wf_up", "self_attn.f_b_proj.weight", 1),
         LayerTensor("wz_down", "self_attn.g_a_proj.weight", 1),

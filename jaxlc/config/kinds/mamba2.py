@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 from jaxlc.config.values import Above0, From1
 
 
@@ -61,7 +61,7 @@ class Mamba2Kind(RecurrentKind):
     layer_types: Mapping[str, str] = {}  # of each family
     tensors = (
         *(LayerTensor(f"w{x}", "mamba.in_proj.weight", 1) for x in "zvkqb"),
-        *(LayerTensor(f"conv_{x}", "mamba.conv1d.weight", 1, is_convolution=True) for x in "vkq"),
+        *conv_tensors("mamba.conv1d.weight", "vkq"),
         *(LayerTensor(f"bias_{x}", "mamba.conv1d.bias") for x in "vkq"),
         LayerTensor("log_decay", "mamba.A_log"),
         LayerTensor("decay_bias", "mamba.dt_bias"),

@@ -13,9 +13,13 @@ import functools
 from typing import Any
 
 from jaxlc.config.kinds import experts
-from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.kinds.contract import LayerTensor, conv_tensors
 from jaxlc.config.kinds.dense import DenseKind
-from jaxlc.config.models.families.experts import read_first_dense, write_first_dense
+from jaxlc.config.models.families.experts import (
+    GLM4_MOE,
+    read_first_dense,
+    write_first_dense,
+)
 from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -109,14 +113,8 @@ DEEPSEEK_V3 = Family(
             *("num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
         }
     ),
-    feed_forward_tensors=dict(
-        experts=(
-            *experts.TENSORS,
-            experts.CHOICE_BIAS,
-            *experts.shared_tensors("shared_experts"),
-        )
-    ),
-    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    feed_forward_tensors=GLM4_MOE.feed_forward_tensors,
+    tensor_aliases=GLM4_MOE.tensor_aliases,
     kinds=dict(dense=dict(attention="latent", feed_forward="dense")),
 )
 
@@ -292,10 +290,7 @@ KIMI_LINEAR = dataclasses.replace(
         *experts.STACKED_LINEAR_TENSORS,
         experts.CHOICE_BIAS,
         *experts.shared_tensors("shared_experts"),
-        *(
-            LayerTensor(f"conv_{x}", "self_attn.conv1d.weight", 1, is_convolution=True)
-            for x in "qkv"
-        ),
+        *conv_tensors("self_attn.conv1d.weight"),
         LayerTensor("wf_down", "self_attn.forget_gate.f_a_proj.weight", 1),
         LayerTensor("wf_up", "self_attn.forget_gate.f_b_proj.weight", 1),
         LayerTensor("log_decay", "self_attn.forget_gate.A_log", None, is_float32=True),
