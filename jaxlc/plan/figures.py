@@ -27,7 +27,7 @@ from jaxlc.core.text import count_text, gib
 from jaxlc.plan.program import CollectiveStats, Memory
 from jaxlc.plan.report import step_text
 from jaxlc.simulate.interval import seconds_text, two_digits
-from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LayerEvent, Prediction
+from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LINKS, LayerEvent, Prediction
 from jaxlc.simulate.topology import Topology
 
 _AXIS_COLORS = {DATA: GRAY, FSDP: AMBER, CONTEXT: RED, TENSOR: TEAL}
@@ -219,12 +219,7 @@ def _sent(names: tuple[str, ...], collectives: Sequence[CollectiveStats]) -> lis
 
 LINK_COLORS = {"NVLink": AMBER, "network": VIOLET, "host": SKY}
 _KERNEL_COLORS = {"attention": BLUE, "matrix products": TEAL, "other kernels": SILVER}
-_LANE_COLORS = {
-    "NVLink": LINK_COLORS["NVLink"],
-    "network": LINK_COLORS["network"],
-    "to host": LINK_COLORS["host"],
-    "from host": LINK_COLORS["host"],
-}
+_LANE_COLORS = {lane: LINK_COLORS[resource] for lane, resource in LINKS.items()}
 _WAIT_COLOR = "#ecacb5"  # a pale red
 _LANES = (KERNELS, *_LANE_COLORS)  # top to bottom
 

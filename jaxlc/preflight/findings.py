@@ -352,7 +352,8 @@ def table_lines(facts: Sequence[Facts]) -> list[str]:
 class _Column(NamedTuple):
     values: list[Any]  # of each process; None: not known
     text: Callable[[Any], str]
-    badness: Callable[[Any], float]  # the value with the largest one is the worst
+    # the value with the largest one is the worst
+    badness: Callable[[Any], float] = operator.neg
 
 
 def _columns(facts: Sequence[Facts]) -> dict[str, _Column]:
@@ -366,14 +367,12 @@ def _columns(facts: Sequence[Facts]) -> dict[str, _Column]:
     products = rates(stragglers.PRODUCT, stragglers.NUM_PRODUCTS * 2e-12 * size**3)
     copies = rates(stragglers.COPY, 1e-9 * size * size * dtype.itemsize)
     return {
-        "free GPU GiB": _Column(
-            [min(own.gpu_free_bytes, default=None) for own in facts], gib, operator.neg
-        ),
-        "free host GiB": _Column([own.host_bytes for own in facts], gib, operator.neg),
-        "ulimit -l GiB": _Column([own.locked_bytes for own in facts], gib, operator.neg),
+        "free GPU GiB": _Column([min(own.gpu_free_bytes, default=None) for own in facts], gib),
+        "free host GiB": _Column([own.host_bytes for own in facts], gib),
+        "ulimit -l GiB": _Column([own.locked_bytes for own in facts], gib),
         "clock s": _Column(clock_offsets(facts), "{:+.2f}".format, abs),
-        "TFLOP/s": _Column(products, "{:.3g}".format, operator.neg),
-        "to host GB/s": _Column(copies, "{:.3g}".format, operator.neg),
+        "TFLOP/s": _Column(products, "{:.3g}".format),
+        "to host GB/s": _Column(copies, "{:.3g}".format),
     }
 
 
