@@ -54,6 +54,23 @@ def _write_settings(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+_DEFAULTS = dict(
+    num_key_value_heads=None,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    v_head_dim=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+)
+
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -82,23 +99,7 @@ DEEPSEEK_V3 = Family(
             *("experts.groups", "experts.groups_per_token", "experts.shared_ffn_dim"),
         }
     ),
-    defaults=dict(
-        num_key_value_heads=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        v_head_dim=128,
-        n_routed_experts=256,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2048,
-        n_group=8,
-        topk_group=4,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        mscale_all_dim=0.0,  # attention reads it, besides the RoPE
-    ),
+    defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
     required_values=dict(
         attention_bias=(False,),
         scoring_func=("sigmoid",),
@@ -257,7 +258,7 @@ KIMI_LINEAR = dataclasses.replace(
     field_aliases={**_KIMI_NAMES, "num_local_experts": "num_experts"},
     read_settings=_kimi_read_settings,
     write_settings=_kimi_write_settings,
-    defaults=_in_kimi(DEEPSEEK_V3.defaults)
+    defaults=_in_kimi(_DEFAULTS)
     | dict(
         q_lora_rank=None,
         moe_intermediate_size=1024,
