@@ -1,17 +1,28 @@
 """Texts that a run generates during training, early stopping, and runs without evaluation."""
 
+import functools
 import json
 import sys
+from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 import jaxlc
 from jaxlc.config import read_config
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation import generator
-from jaxlc.generation.generator import Generator
+from jaxlc.generation.generator import CachedStep, Generator, abstract_params
+from jaxlc.generation.sampling import Sampling
+from jaxlc.models.contract import layout_for
+from jaxlc.simulate.topology import make_mesh, topology
+from jaxlc.step.state import bytes_per_device
+from jaxlc.step.step import build_step
 from jaxlc.train.loop import run
 from jaxlc.train.reports.metrics import WandbWriter
+from tests.step.synthetic import small_config, small_step
 from tests.train import runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
@@ -60,11 +71,88 @@ def test_samples_are_those_of_the_checkpoint_and_change_no_loss(
     output = capsys.readouterr().out
     assert "samples    2 texts" in output and "sample of step 4: def " in output
     options = dict(max_tokens=6, temperature=0.7, top_p=0.9)
-    for step in (4, 8):
-        result = jaxlc.load(tmp_path, step=step)
+    for step in (4, 8):  # the run has context=4 x tensor=2
+        result = jaxlc.load(tmp_path, step=step, mesh={})
         generations = jaxlc.generate(result, ["def ", "import"], **options)
         assert list(texts(tmp_path, step).values()) == [x.text for x in generations]
     assert any("def " in str(path.read_bytes()) for path in (tmp_path / "tensorboard").iterdir())
+
+
+MODELS = dict(
+    untied={},
+    tied=dict(model=dict(tie_embeddings=True)),
+    lora=dict(lora=dict(rank=2), precision=dict(compute="fp32", frozen="fp32")),
+    nf4=dict(lora=dict(rank=2), precision=dict(compute="fp32", frozen="nf4")),
+)
+# Any two sizes of axes, and any size and model, occur together.
+GRID = [
+    ("untied", dict(data=2, fsdp=2, context=2)),
+    ("untied", dict(tensor=2)),
+    ("tied", dict(data=2, tensor=2)),
+    ("tied", dict(fsdp=2, context=2)),
+    ("lora", dict(fsdp=2, tensor=2, context=2)),
+    ("lora", dict(data=2, context=2)),
+    ("nf4", dict(context=2, tensor=2)),
+    ("nf4", dict(data=2, fsdp=2)),
+    ("untied", dict(context=8)),
+]
+
+
+def step_of(name, mesh, **model):
+    sections = MODELS[name] | dict(mesh=mesh)
+    sections["model"] = MODELS[name].get("model", {}) | dict(vocab_size=64) | model
+    return small_step(small_config(**sections))
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """The tokens that a sampler of a mesh generates."""
+
+    @functools.cache
+    def of(name, mesh):
+        step = step_of(name, dict(mesh))
+        params = step.init().params
+        for path in params["layers"]["attention"].get("lora", {}).values():
+            path["b"] = jax.device_put(
+                np.float32(0.1) * np.ones(path["b"].shape), path["b"].sharding
+            )
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 64, length, dtype=np.int32) for length in (30, 7, 12)]
+        sampler = Generator(step, params, ByteTokenizer(), copies=False)
+        sampling = Sampling(temperature=0.7, top_p=0.9, seed=3)
+        return [x.tokens.tolist() for x in sampler(prompts, max_tokens=16, sampling=sampling)]
+
+    return of
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh"), GRID, ids=str)
+def test_samples_of_a_mesh_are_those_of_one_device(name, mesh, sampled):
+    assert sampled(name, tuple(mesh.items())) == sampled(name, ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["untied", "tied", "lora"])
+@pytest.mark.parametrize(("mesh", "share"), [({}, 0.1), (dict(context=2), 0.8)], ids=str)
+def test_sampler_has_no_second_copy_of_the_weights_on_gpus(name, mesh, share):
+    """The temporary arrays of the compiled program are smaller than a copy in bfloat16. With context, XLA transposes
+    two of seven float32 matrices of all layers.
+    """
+    pytest.importorskip("jax_cuda12_plugin")
+    sizes = dict(num_layers=32, model_dim=256, ffn_dim=512, head_dim=64, vocab_size=512)
+    config = step_of(name, mesh, **sizes).config
+    config = replace(config, precision=replace(config.precision, compute="bf16"))
+    gpus = topology(f"h100:1x{config.mesh.num_devices}")
+    step = build_step(config, make_mesh(gpus, config.mesh))
+    dtype = step.compute_dtype
+    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
+    params = step.abstract_state.params
+    lowered = cached.lower(
+        params, layout_for(46, step.mesh), batch_size=2, num_tokens=cached.decode_tokens
+    )
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    copy = abstract_params(params, step.dims, step.mesh, dtype)
+    assert temporary < share * bytes_per_device(copy)
 
 
 def test_samples_fail_training_goes_on_without_evaluation(
