@@ -131,18 +131,9 @@ class LossSpec:
             nodes=nodes,
         )
 
-    def for_head(self, head_DV: jax.Array) -> "LossSpec":
-        """The same without nodes, unless the head is of the copy of a node."""
-        return self if head_DV.ndim > len(_HEAD_DIMS) else dataclasses.replace(self, nodes=None)
-
-    @property
-    def mesh_in_use(self) -> Mesh:
-        """The mesh of `shard_map`."""
-        return self.mesh if self.nodes is None else self.nodes.mesh
-
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """The axes of `mesh_in_use` that split the tokens, without tensor."""
+        """The axes that split the tokens, without tensor: of `nodes.mesh`, if there are nodes."""
         return _SUM_AXES if self.nodes is None else self.nodes.axes(_SUM_AXES)
 
 
@@ -260,7 +251,9 @@ def _over_ranks(
     """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if
     it is frozen).
     """
-    spec = spec.for_head(head_DV)
+    if head_DV.ndim == len(_HEAD_DIMS):  # not of the copy of a node
+        spec = dataclasses.replace(spec, nodes=None)
+    mesh = spec.mesh
     local = functools.partial(_local, spec=spec, differentiated=differentiated)
     tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
     tokens, hidden, everywhere = (
@@ -274,6 +267,7 @@ def _over_ranks(
         out_specs = (*out_specs, hidden, everywhere)
     head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
     if spec.nodes is not None:
+        mesh = spec.nodes.mesh
         out_specs, hidden, tokens = jax.tree.map(spec.nodes.spec, (out_specs, hidden, tokens))
         head, head_gradient = (
             PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient)
@@ -281,7 +275,7 @@ def _over_ranks(
     if differentiated is not None:
         out_specs = (*out_specs, head_gradient)
     in_specs = (hidden, everywhere, head, tokens, tokens, hidden)
-    mapped = shard_map(local, spec.mesh_in_use, in_specs, out_specs)
+    mapped = shard_map(local, mesh, in_specs, out_specs)
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT, teacher)
 
 

@@ -59,7 +59,6 @@ from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vect
 from jaxlc.step import precision, update
 from jaxlc.step.batch import (
     Batch,
-    SequenceOrder,
     at_loss_tokens,
     choose_order,
     loss_rows,
@@ -435,7 +434,7 @@ class Objective:
     ):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the
         norm, output head, and the sums of the layers."""
-        order = self._sequence_order
+        order = choose_order(self.config, self.mesh.shape[CONTEXT])
         kinds = kinds_on_mesh(
             self.config,
             self.mesh,
@@ -455,6 +454,12 @@ class Objective:
         if kinds_with(Routed, self.config.model):
             # see `DecoderLayer.__call__`
             positions = jnp.where(batch.segment_ids > 0, positions, -1)
+        experts_LBTk = None
+        if self.config.posttrain.replay_routing:  # in tiles, [n, L, B, t, k]
+            routing, experts_LBTk = (
+                "replay",
+                jnp.moveaxis(self._in_tiles(batch.experts), -2, -4),
+            )
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
@@ -463,8 +468,8 @@ class Objective:
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, self.config.model.num_compiled_layers),
             compute_dtype=self._compute_dtype,
-            routing="replay" if self.config.posttrain.replay_routing else routing,
-            experts_LBTk=self._recorded_experts(batch),
+            routing=routing,
+            experts_LBTk=experts_LBTk,
         )
         return decoder.apply(
             params,
@@ -475,12 +480,6 @@ class Objective:
             fp8=precision.make_fp8(self.config.precision, params.histories),
             lora=self.config.lora,
         )
-
-    def _recorded_experts(self, batch: Batch) -> jax.Array | None:
-        """As in `LayerTokens`; in tiles, [n, L, B, t, k]."""
-        if not self.config.posttrain.replay_routing:
-            return None
-        return jnp.moveaxis(self._in_tiles(batch.experts), -2, -4)
 
     def _sharder(self, params) -> Sharder:
         return Sharder(
@@ -512,10 +511,6 @@ class Objective:
         """Tiles per sequence; 0: layers run on whole sequences."""
         tile_tokens = self.config.memory.tile_tokens
         return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
-
-    @property
-    def _sequence_order(self) -> SequenceOrder:
-        return choose_order(self.config, self.mesh.shape[CONTEXT])
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return (

@@ -92,15 +92,8 @@ def kind_sets(*kinds: str) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(x) for size in sizes for x in itertools.combinations(kinds, size))
 
 
-def no_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of families whose layers are all full: none."""
-    del model
-    return {}
-
-
-def no_settings(config: Fields) -> dict[str, Any]:
-    """The settings of `Family.read_settings` of most families: none."""
-    del config
+def nothing(_: Any) -> dict[str, Any]:
+    """The fields, or the settings, that most families do not have."""
     return {}
 
 
@@ -117,15 +110,15 @@ class Family:
     # The kind of each layer in config.json. An unknown type of layer is returned as it is.
     read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
     # The fields of config.json for the layers of a model, as `read_kinds` reads them.
-    write_kinds: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    write_kinds: Callable[[ModelConfig], dict[str, Any]] = nothing
     # those of COMMON_SETTINGS that differ from it
     settings: Mapping[str, Any] = field(default_factory=dict)
     # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and
     # attention_out_bias.
     fields: Mapping[str, str] = field(default_factory=dict)
     # Settings that several fields give, or fields of another form; and these fields of a model.
-    read_settings: Callable[[Fields], dict[str, Any]] = no_settings
-    write_settings: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    read_settings: Callable[[Fields], dict[str, Any]] = nothing
+    write_settings: Callable[[ModelConfig], dict[str, Any]] = nothing
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
