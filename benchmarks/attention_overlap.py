@@ -80,7 +80,12 @@ class CompiledStep(NamedTuple):
         """The minimum FLOPs of a pass under the causal mask, over all ranks."""
         model, pairs = self.config.model, causal_pairs(self.config.data.seq_len)
         return (
-            2.0 * _PRODUCTS[pass_name] * model.num_layers * model.num_heads * model.head_dim * pairs
+            2.0
+            * _PRODUCTS[pass_name]
+            * model.num_layers
+            * model.attention.num_heads
+            * model.attention.head_dim
+            * pairs
         )
 
 

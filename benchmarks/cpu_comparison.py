@@ -151,8 +151,9 @@ def cases_of_torch(
     case = dict(
         num_threads=os.cpu_count(), seq_len=attention.seq_len, num_heads=attention.num_heads,
         head_dim=attention.head_dim, vocab_size=model.vocab_size, model_dim=model.model_dim, ffn_dim=model.ffn_dim,
-        num_layers=model.num_layers, model_heads=model.num_heads, model_kv_heads=model.num_kv_heads,
-        model_head_dim=model.head_dim, step_seq_len=config.data.seq_len, batch_size=config.train.global_batch_size,
+        num_layers=model.num_layers, model_heads=model.attention.num_heads,
+        model_kv_heads=model.attention.num_kv_heads, model_head_dim=model.attention.head_dim,
+        step_seq_len=config.data.seq_len, batch_size=config.train.global_batch_size,
     )  # fmt: skip
     command = [python, str(_TORCH_CPU), json.dumps(case)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -149,7 +149,7 @@ def window_table() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     for (num_tokens, context), window in itertools.product(_WINDOW_CASES, _WINDOWS):
         config = defaults()
-        config.model.update(layer_kinds="sliding,full", window=window)
+        config.model.update(layer_kinds="sliding,full", attention=dict(window=window))
         config.mesh.context, config.data.seq_len = context, num_tokens
         order_of, zigzag_T = (
             choose_order(load(config), context).of,

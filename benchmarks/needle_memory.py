@@ -19,8 +19,8 @@ from pathlib import Path
 
 DEPTHS = "0,0.33,0.67,1"
 MODEL = {
-    "num_layers": 2, "layer_kinds": "sliding,full", "window": 512, "model_dim": 64, "num_heads": 2, "num_kv_heads": 1,
-    "head_dim": 16, "ffn_dim": 128,
+    "num_layers": 2, "layer_kinds": "sliding,full", "model_dim": 64, "ffn_dim": 128, "attention.window": 512,
+    "attention.num_heads": 2, "attention.num_kv_heads": 1, "attention.head_dim": 16,
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def windowed() -> Iterator[None]:
 
 
 def _window_of(self: ModelConfig, kind: str) -> int:
-    return self.window if kind == "sliding" else WINDOW
+    return self.attention.window if kind == "sliding" else WINDOW
 
 
 _CHANGES = MappingProxyType(

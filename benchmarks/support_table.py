@@ -244,10 +244,12 @@ def _tile_rows() -> Iterator[tuple[str, list[str]]]:
     rows = {
         "packed documents": {},
         "one document per sequence": dict(attention=dict(document_mask=False)),
-        "sliding window": dict(model=dict(layer_kinds="sliding", window=100)),
-        "fewer key/value heads than ulysses ranks": dict(model=dict(num_kv_heads=2)),
+        "sliding window": dict(model=dict(layer_kinds="sliding", attention=dict(window=100))),
+        "fewer key/value heads than ulysses ranks": dict(
+            model=dict(attention=dict(num_kv_heads=2))
+        ),
         "fewer key/value heads than tensor ranks": dict(
-            model=dict(num_kv_heads=1), mesh=dict(tensor=2)
+            model=dict(attention=dict(num_kv_heads=1)), mesh=dict(tensor=2)
         ),
     }
     for name, change in rows.items():
@@ -259,7 +261,7 @@ def _tile_rows() -> Iterator[tuple[str, list[str]]]:
 
 def _supports_tiles(strategy: str, change: dict[str, dict]) -> bool:
     config = defaults()
-    config.model.update(num_heads=16, num_kv_heads=8)
+    config.model.attention.update(num_heads=16, num_kv_heads=8)
     config.mesh.context = 8
     config.attention.update(strategy=strategy, ulysses_degree=4 if strategy == "hybrid" else 1)
     config.memory.tile_tokens = 128

@@ -45,6 +45,8 @@ def get_config(variant: str = "") -> ConfigDict:
         config.memory.remat = "full"
     elif variant == "mini":
         shrink_for_cpu(config)
-        config.model.update(num_heads=8, head_dim=16)  # ulysses splits them over 8 devices
+        config.model.attention.update(
+            num_heads=8, head_dim=16
+        )  # ulysses splits them over 8 devices
         config.mesh.update(context=8)
     return config

@@ -22,7 +22,9 @@ def get_config(variant: str = "") -> ConfigDict:
     config.attention.strategy = "ulysses"
     config.memory.layers_per_remat_group = 2
     if variant == "mini":
-        config.model.update(num_heads=8, num_kv_heads=8, head_dim=16)  # one key/value head per rank
+        config.model.attention.update(
+            num_heads=8, num_kv_heads=8, head_dim=16
+        )  # one key/value head per rank
         config.runtime.simulated_devices = 8
         config.memory.tile_tokens = 32
         return config

@@ -16,13 +16,12 @@ from jaxlc.config import check_variant, defaults
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, ())
     config = defaults()
-    config.model.update(
-        preset="tiny", vocab_size=448, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=4
-    )
-    config.model.update(head_dim=32, ffn_dim=256, tie_embeddings=False, scale_embeddings=True)
+    config.model.update(preset="tiny", vocab_size=448, num_layers=2, model_dim=128, ffn_dim=256)
+    config.model.update(tie_embeddings=False, scale_embeddings=True)
+    config.model.attention.update(num_heads=4, num_kv_heads=4, head_dim=32, window=3)
     # The first layer collects the last tokens; the second finds a name by its content, at any
     # distance.
-    config.model.update(layer_kinds=("sliding", "nope"), window=3)
+    config.model.update(layer_kinds=("sliding", "nope"))
     config.model.rope.sliding_theta = 100.0
     config.runtime.simulated_devices = 4
     config.data.update(

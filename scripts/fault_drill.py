@@ -124,7 +124,8 @@ _patch()
 
 def get_config(variant):
     config = defaults()
-    config.model.update(vocab_size=257, num_layers=1, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
+    config.model.update(vocab_size=257, num_layers=1, model_dim=32, ffn_dim=64)
+    config.model.attention.update(num_heads=4, num_kv_heads=2, head_dim=8)
     num_processes = int(os.environ["JAX_NUM_PROCESSES"])
     config.mesh.fsdp = config.runtime.simulated_devices = num_processes
     config.train.global_batch_size = config.train.eval_sequences = num_processes

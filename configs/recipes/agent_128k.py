@@ -44,8 +44,8 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant == "mini":
         shrink_for_cpu(config, simulated_devices=2)
         config.mesh.context = 2
-        config.model.update(vocab_size=24, num_layers=2, model_dim=64, num_heads=4, num_kv_heads=4)
-        config.model.update(head_dim=16, ffn_dim=128)
+        config.model.update(vocab_size=24, num_layers=2, model_dim=64, ffn_dim=128)
+        config.model.attention.update(num_heads=4, num_kv_heads=4, head_dim=16)
         config.data.update(chat_template="chatml")
         config.data.tokenizer = _HERE + "mini_sums_tokenizer.json"
         config.rollouts.update(prompts_per_step=8, max_tokens=2)

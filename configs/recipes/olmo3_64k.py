@@ -42,10 +42,9 @@ def get_config(variant: str = "") -> ConfigDict:
         config.memory.remat = "full"
     elif variant == "mini":
         shrink_for_cpu(config)
-        config.model.update(
-            num_layers=4, layer_kinds=("sliding", "sliding", "sliding", "full"), window=128
-        )
-        config.model.update(qk_norm="projection", norm_placement="post")
+        config.model.update(num_layers=4, layer_kinds=("sliding", "sliding", "sliding", "full"))
+        config.model.norm_placement = "post"
+        config.model.attention.update(qk_norm="projection", window=128)
         config.model.rope.update(scaling="yarn", factor=8.0, original_tokens=128)
         config.mesh.update(fsdp=2, context=4)
         config.train.update(steps=6, global_batch_size=4, eval_sequences=2)

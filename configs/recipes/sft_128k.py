@@ -39,7 +39,9 @@ def get_config(variant: str = "") -> ConfigDict:
 
     if variant == "mini":
         shrink_for_cpu(config)
-        config.model.update(num_heads=8, head_dim=16)  # ulysses splits them over 8 devices
+        config.model.attention.update(
+            num_heads=8, head_dim=16
+        )  # ulysses splits them over 8 devices
         config.data.chat_template = "chatml"
         # 160 chats
         config.data.mixture.chats.paths = __file__.removesuffix("sft_128k.py") + "mini_chats.jsonl"

@@ -24,11 +24,11 @@ def get_config(variant: str = "") -> ConfigDict:
     config.memory.update(remat="attention", offload=("residual", "attention_out"), optimizer="host")
     config.train.balance_loss = 1e-3
     if variant == "mini":
-        config.model.update(num_kv_heads=8, activation="clamped_swiglu", attention_sinks=True)
+        config.model.update(activation="clamped_swiglu", layer_kinds=("sliding", "full"))
+        config.model.attention.update(num_kv_heads=8, sinks=True, window=128)
         config.model.experts.update(
             num_experts=8, experts_per_token=2, ffn_dim=64, router="topk_softmax", bias=True
         )
-        config.model.update(layer_kinds=("sliding", "full"), window=128)
         config.model.rope.update(
             sliding_scaling=True, scaling="yarn", factor=32.0, original_tokens=32
         )

@@ -256,7 +256,7 @@ def _flops_per_pair(model: ModelConfig) -> int:
     """Of a layer with the heads of the model: 2 H for q . k and 2 H for the value, in each of N
     heads.
     """
-    return 4 * model.num_heads * model.head_dim
+    return 4 * model.attention.num_heads * model.attention.head_dim
 
 
 def causal_pairs(seq_len: int, window: int | None = None) -> int:

@@ -101,19 +101,20 @@ use config.model.model_dim <- hidden_size n_embd d_model base_emb_dim emb_dim em
 use config.model.model_dim, computed as the ratio x config.model.num_layers <- aspect_ratio
 use config.model.ffn_dim <- intermediate_size ffn_hidden_size base_mlp_dim mlp_dim d_ff
 use config.model.ffn_dim, computed as the factor x 8/3 x config.model.model_dim, rounded up <- ffn_dim_multiplier
-use config.model.num_heads <- num_attention_heads n_head n_heads base_num_query_heads num_query_heads
-use config.model.num_kv_heads <- num_key_value_heads n_kv_head n_kv_heads base_num_kv_heads num_query_groups
-use config.model.head_dim <- kv_channels d_head
+use config.model.attention.num_heads <- num_attention_heads n_head n_heads base_num_query_heads num_query_heads
+use config.model.attention.num_kv_heads <- num_key_value_heads n_kv_head n_kv_heads base_num_kv_heads num_query_groups
+use config.model.attention.head_dim <- kv_channels d_head
 use config.model.tie_embeddings <- tie_word_embeddings logits_via_embedding untie_embeddings_and_output_weights
     weight_tying
 use config.model.norm_epsilon <- rms_norm_eps layernorm_epsilon norm_eps normalization_layer_epsilon
-use config.model.qkv_bias <- attention_bias add_qkv_bias add_bias_linear use_qkv_bias
-use config.model.qk_norm <- qk_layernorm use_qk_norm
+use config.model.attention.qkv_bias <- attention_bias add_qkv_bias add_bias_linear use_qkv_bias
+use config.model.attention.qk_norm <- qk_layernorm use_qk_norm
 use config.model.activation <- hidden_act hidden_activation mlp_activations swiglu act_fn
 use config.model.rope.theta <- rope_base rotary_base rope_max_timescale rope_wavelength base_frequency
 use config.model.rope.factor, with config.model.rope.scaling <- rope_factor rope_scaling_type scaling_factor
     rope_type yarn_factor
-use config.model.window <- sliding_window window_size sliding_window_size sliding_window_pattern window_pattern
+use config.model.attention.window <- sliding_window window_size sliding_window_size sliding_window_pattern
+    window_pattern
 use config.model.vocab_size <- padded_vocab_size n_vocab make_vocab_size_divisible_by
 use config.model.experts.experts_per_token <- num_experts_per_tok moe_router_topk top_k_experts num_active_experts
     moe_top_k

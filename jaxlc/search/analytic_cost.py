@@ -86,7 +86,9 @@ class Rates:
     def kernels(self, config: Config) -> Mapping[str, str] | None:
         """The attention kernel of each kind of layers; None if the requested one is unsupported."""
         shapes = map(config.model.of_kind, config.model.used_kinds)
-        values = config.tokens_per_step * max(shape.num_heads * shape.head_dim for shape in shapes)
+        values = config.tokens_per_step * max(
+            shape.attention.num_heads * shape.attention.head_dim for shape in shapes
+        )
         values //= config.train.gradient_accumulation_steps * config.mesh.num_devices
         key = (config.attention.strategy, values >= 2**31)  # more than cuDNN's offsets
         if key not in self._kernels:
@@ -135,10 +137,10 @@ class Layout:
             for name in ("queries", "keys_values", "expanded", "sent")
         }
         self.query_dim = _mean_over_mixers(
-            model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor
+            model, lambda shape: shape.attention.num_heads * shape.attention.head_dim / mesh.tensor
         )
         self.key_dim = _mean_over_mixers(
-            model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim
+            model, lambda x: max(x.attention.num_kv_heads / mesh.tensor, 1) * x.attention.head_dim
         )
         self.ffn_dim = _mean_over_layers(model, active_ffn_dim) / mesh.tensor
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
@@ -276,12 +278,12 @@ class Layout:
                     is_backward=bool(is_backward),
                     flops=2
                     * products
-                    * shape.num_heads
-                    * shape.head_dim
+                    * shape.attention.num_heads
+                    * shape.attention.head_dim
                     / config.mesh.tensor
                     * pairs,
                     num_keys=min(num_keys, window or num_keys),
-                    head_dim=shape.head_dim,
+                    head_dim=shape.attention.head_dim,
                     is_masked=steps == 1 and not tile_tokens,
                 )
         return totals[0], totals[1]
@@ -356,7 +358,7 @@ class Layout:
                 else 0.0
             )
 
-        head_dim = _mean_over_mixers(model, lambda shape: shape.head_dim)
+        head_dim = _mean_over_mixers(model, lambda shape: shape.attention.head_dim)
         exchanged = 2 * self.query_dim + 2 * max(self.key_dim, head_dim * ranks)
         exchange = seconds("all-to-all", (3,), 2 * self.tokens * exchanged)
         if config.attention.strategy == "all_gather":
@@ -391,10 +393,10 @@ def _projection_dims(shape: ModelConfig, config: Config) -> dict[str, float]:
     """
     tensor, matrices = config.mesh.tensor, mixer_matrices(shape)
     latent = (mixer for mixer in mixers_of(shape).values() if "key_value" in mixer.projections)
-    kv_dim = 2 * max(shape.num_kv_heads / tensor, 1) * shape.head_dim
+    kv_dim = 2 * max(shape.attention.num_kv_heads / tensor, 1) * shape.attention.head_dim
     mixer = next(latent, None)
     if mixer is None:
-        queries = shape.num_heads * shape.query_dim / tensor
+        queries = shape.attention.num_heads * shape.attention.query_dim / tensor
         return dict(queries=queries, keys_values=kv_dim, expanded=kv_dim, sent=kv_dim)
     dims = {
         name: matrices[path].size / shape.model_dim / tensor

@@ -364,7 +364,7 @@ def _no_layout(config: Config, gpus: Topology) -> str:
     )
     return (
         f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences of a"
-        f" step and the {config.model.num_heads} query heads; use"
+        f" step and the {config.model.attention.num_heads} query heads; use"
         f" --config.train.global_batch_size={nearest_multiples(num_sequences, num_gpus)}, or"
         f" --config.data.seq_len={nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
     )

@@ -133,7 +133,10 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
     Degree `context` would be ulysses, degree 1 would be ring.
     """
     heads = [
-        (shape.num_heads // mesh[TENSOR], max(1, shape.num_kv_heads // mesh[TENSOR]))
+        (
+            shape.attention.num_heads // mesh[TENSOR],
+            max(1, shape.attention.num_kv_heads // mesh[TENSOR]),
+        )
         for shape in map(config.model.of_kind, config.model.used_kinds)
     ]
     degrees = [

@@ -101,7 +101,9 @@ def one_document(config: Config, share: float = 1.0) -> AttentionWork:
     num_tokens, steps = config.data.seq_len, num_ring_steps(config)
     local_tokens = num_tokens / num_shards(config)
     half = share * local_tokens * num_tokens / (2 * steps)
-    window_pairs = share * causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
+    window_pairs = (
+        share * causal_pairs(num_tokens, config.model.attention.window) * local_tokens / num_tokens
+    )
     return AttentionWork(
         half, half if steps > 1 else 0.0, window_pairs, num_other_steps=steps - 1.0
     )
@@ -157,7 +159,7 @@ def sequence_work(
         slowest, slowest_prefix, calls = (
             x[:NUM_FIRST_RING_STEPS] for x in (slowest, slowest_prefix, calls)
         )
-    window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
+    window_pairs = _window_pairs(pieces, shards, config.model.attention.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
         pairs=document_pairs(config.model, lengths, np.append(0, lengths)[ancestors].sum(1)[1:]),

@@ -177,7 +177,7 @@ def visible_fraction(
         pairs /= num_calls
     head_share = _head_share(config)
     shape = shape_of(call, config.model, head_share)
-    return min(1.0, pairs * shape.num_heads * head_share / _all_pairs(call, shape))
+    return min(1.0, pairs * shape.attention.num_heads * head_share / _all_pairs(call, shape))
 
 
 def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -> ModelConfig:
@@ -194,7 +194,11 @@ def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -
     shapes = [model.of_kind(kind) for kind in kinds] or [model]
     num_heads = call.sizes.num_heads if call.sizes else 0
     return min(
-        shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads)
+        shapes,
+        key=lambda x: (
+            x.attention.head_dim != call.head_dim,
+            x.attention.num_heads * head_share != num_heads,
+        ),
     )
 
 
@@ -214,7 +218,7 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
         )
     head_share = _head_share(config)
     shape = shape_of(call, config.model, head_share)
-    return _all_pairs(call, shape) / (shape.num_heads * head_share * num_queries)
+    return _all_pairs(call, shape) / (shape.attention.num_heads * head_share * num_queries)
 
 
 def _head_share(config: Config) -> float:
@@ -238,4 +242,4 @@ def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:
     """
     if call.sizes is not None:
         return float(math.prod(call.sizes))
-    return call.full_flops / (2.0 * (5 if call.is_backward else 2) * model.head_dim)
+    return call.full_flops / (2.0 * (5 if call.is_backward else 2) * model.attention.head_dim)

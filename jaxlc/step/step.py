@@ -599,9 +599,9 @@ def _check_cudnn(step: TrainStep, device: jax.Device) -> list[str]:
     lines = [
         check_packed_cudnn(
             device,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_heads=shape.attention.num_heads,
+            num_kv_heads=shape.attention.num_kv_heads,
+            head_dim=shape.attention.head_dim,
             dtype=step.compute_dtype,
         )
         for shape in shapes

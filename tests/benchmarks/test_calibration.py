@@ -45,8 +45,8 @@ def num_params(model) -> int:
     """Embedding, head, and per layer: q, k, v, o and three feed-forward matrices. Norms are below
     the precision.
     """
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    per_layer = model.model_dim * (heads * model.head_dim + 3 * model.ffn_dim)
+    heads = 2 * model.attention.num_heads + 2 * model.attention.num_kv_heads
+    per_layer = model.model_dim * (heads * model.attention.head_dim + 3 * model.ffn_dim)
     return model.num_layers * per_layer + 2 * model.vocab_size * model.model_dim
 
 

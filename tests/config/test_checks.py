@@ -263,7 +263,7 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
         (dict(model=LATENT | dict(qk_norm="head")), "qk_norm='head' with latent layers"),
         (
             dict(model=LATENT | dict(latent=LATENT["latent"] | dict(value_dim=16))),
-            "value_dim=16 is more than config.model.head_dim=12",
+            "value_dim=16 is more than config.model.attention.head_dim=12",
         ),
         (
             dict(model=LATENT | dict(latent=LATENT["latent"] | dict(query_rank=-1))),

@@ -51,7 +51,7 @@ def test_parse_overrides_of_every_type():
         "--config.model.num_layers=2",  # a placeholder
         "--config.optimizer.learning_rate=1",  # an integer for a float
         "--config.train.steps", "7e0",
-        "--config.model.qkv_bias",
+        "--config.model.attention.qkv_bias",
         "--noconfig.model.tie_embeddings",
         "--config.optimizer.schedule=constant",
         "--config.data.sources=here,/there/*.txt",
@@ -61,7 +61,7 @@ def test_parse_overrides_of_every_type():
         7,
         1.0,
     )
-    assert (config.model.qkv_bias, config.model.tie_embeddings) == (True, False)
+    assert (config.model.attention.qkv_bias, config.model.tie_embeddings) == (True, False)
     assert (config.optimizer.schedule, config.data.sources) == (
         "constant",
         ("here", "/there/*.txt"),
@@ -227,8 +227,8 @@ def test_parse_missing_argument_says_what_it_is():
             "'x' for config.optimizer.beta1: expected a finite number",
         ),
         (
-            [QUICKSTART, "--config.model.qkv_bias=maybe"],
-            "'maybe' for config.model.qkv_bias: expected true or false",
+            [QUICKSTART, "--config.model.attention.qkv_bias=maybe"],
+            "'maybe' for config.model.attention.qkv_bias: expected true or false",
         ),
         (
             [QUICKSTART, "--config.attention.strategy=rng"],

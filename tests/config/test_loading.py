@@ -76,7 +76,7 @@ def test_load_partial_config_fills_defaults():
             "model",
             "qkv_bias",
             1,
-            "invalid value 1 for config.model.qkv_bias: expected true or false",
+            "invalid value 1 for config.model.attention.qkv_bias: expected true or false",
         ),
         ("data", "tokenizer", 3, "expected a string"),
         (
@@ -175,8 +175,8 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
             dict(layer_kinds=()),
             "invalid value '' for config.model.layer_kinds: expected one or more of full, sliding, nope",
         ),
-        (dict(layer_kinds="sliding"), "which need a window: set config.model.window"),
-        (dict(window=4), "config.model.window=4 has no effect"),
+        (dict(layer_kinds="sliding"), "which need a window: set config.model.attention.window"),
+        (dict(window=4), "config.model.attention.window=4 has no effect"),
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
         (
             dict(layer_kinds="full,wid", kinds=dict(wide={})),
@@ -214,7 +214,7 @@ def test_load_kinds_round_trips_and_suggests_fields():
     kinds = dict(layer_kinds="sliding,wide", window=4)
     config = changed("model", **kinds, kinds=dict(wide=dict(head_dim=16, ffn_dim=96)))
     model = load(config).model
-    assert model.of_kind("wide").head_dim == 16
+    assert model.of_kind("wide").attention.head_dim == 16
     sliding = vars(model.of_kind("sliding"))
     assert {name: sliding[name] for name in vars(model)} == vars(model)
     assert model.window_of("wide") is None

@@ -72,11 +72,11 @@ model_name_or_path model.init_from
 model.hidden_size model.model_dim
 model.num_hidden_layers model.num_layers
 n_layer model.num_layers
-model.num_key_value_heads model.num_kv_heads
+model.num_key_value_heads model.attention.num_kv_heads
 model.intermediate_size model.ffn_dim
 model.tie_word_embeddings model.tie_embeddings
 model.rope_factor model.rope.factor
-model.sliding_window model.window
+model.sliding_window model.attention.window
 model.num_experts_per_tok model.experts.experts_per_token
 router_aux_loss_coef train.balance_loss
 lora.r lora.rank

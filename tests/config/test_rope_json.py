@@ -126,7 +126,7 @@ def test_rope_settings_by_layer_type(family, config, thetas):
     settings = read(config, family, KINDS)
     assert (settings["rope.theta"], settings["rope.sliding_theta"]) == thetas
     assert (settings["rope.scaling"], settings["rope.factor"]) == ("linear", 8.0)
-    model = model_from(LLAMA.by_path | dict(layer_kinds=KINDS, window=4) | settings)
+    model = model_from(LLAMA.by_path | {"layer_kinds": KINDS, "attention.window": 4} | settings)
     fields = rope_fields(model, family)
     assert read(fields, family, KINDS) == settings
     assert ("rope_scaling" in fields) == (family is LOCAL or thetas[0] == thetas[1])
@@ -137,7 +137,7 @@ def test_rope_settings_of_one_rope_scale_sliding_layers_too():
     config = dict(rope_parameters=dict(YARN, truncate=False, rope_theta=2e6))
     settings = read(config, FLAT, KINDS)
     assert (settings["rope.sliding_theta"], settings["rope.sliding_scaling"]) == (2e6, True)
-    model = model_from(LLAMA.by_path | dict(layer_kinds=KINDS, window=4) | settings)
+    model = model_from(LLAMA.by_path | {"layer_kinds": KINDS, "attention.window": 4} | settings)
     np.testing.assert_array_equal(
         *(rope_frequencies(model, kind, 4096).radians_per_token for kind in KINDS)
     )

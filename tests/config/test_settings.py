@@ -23,7 +23,7 @@ def assign(config: ConfigDict, path: str, value) -> None:
         ("optimizer.learning_rate", "3e-4", 3e-4),
         ("optimizer.learning_rate", 1, 1.0),
         ("attention.document_mask", "false", False),
-        ("model.qkv_bias", "True", True),
+        ("model.tie_embeddings", "True", True),
         ("model.num_layers", "2", 2),
         ("model.num_layers", None, None),
         ("data.sources", "texts", ("texts",)),

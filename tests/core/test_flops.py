@@ -4,7 +4,8 @@ import pytest
 
 from jaxlc.config import PRESETS, LoraConfig
 from jaxlc.config.flops import document_pairs, full_pairs, num_matmul_params, num_params, step_flops
-from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.kinds.attention import AttentionSettings
+from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.schema import TrainConfig
 
 # The counts that Hugging Face reports for the published weights (`safetensors.total` of the model
@@ -55,8 +56,9 @@ def test_num_params_of_presets_equals_published(name):
 def test_training_flops_of_small_model_equals_manual_count():
     model = dataclasses.replace(
         PRESETS["tiny"],
-        vocab_size=7, num_layers=1, model_dim=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_dim=5,
-    )  # fmt: skip
+        **dict(vocab_size=7, num_layers=1, model_dim=4, ffn_dim=5),
+        attention=AttentionSettings(num_heads=2, num_kv_heads=1, head_dim=2),
+    )
     matmul_params = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 5 + 4 * 7  # q k v o, feed-forward, head
     assert num_matmul_params(model) == matmul_params
     # forward and twice that backward; q.k and value; 2 heads of 2
@@ -80,21 +82,20 @@ def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
 
 
 def test_training_flops_of_sliding_layers_count_pairs_in_window():
-    model = dataclasses.replace(
-        PRESETS["tiny"], num_layers=5, layer_kinds=("sliding", "full", "nope"), window=3
-    )
+    kinds = dict(num_layers=5, layer_kinds=("sliding", "full", "nope"))
+    model = model_from(PRESETS["tiny"].by_path | kinds | {"attention.window": 3})
     counts = {
         attention: training_flops(model, num_sequences=1, seq_len=10, attention=attention)
         - 6 * num_matmul_params(model) * 10
         for attention in ("causal", "full")
     }
     in_window = sum(min(query + 1, 3) for query in range(10))  # layers 0 and 3 are sliding
-    per_pair = 12 * model.num_heads * model.head_dim
+    per_pair = 12 * model.attention.num_heads * model.attention.head_dim
     assert counts == {
         "causal": per_pair * (2 * in_window + 3 * 55),
         "full": per_pair * (2 * 30 + 3 * 100),
     }
-    wide = KindConfig(name="full", head_dim=2 * model.head_dim)  # layers 1 and 4
+    wide = KindConfig(name="full", head_dim=2 * model.attention.head_dim)  # layers 1 and 4
     model = dataclasses.replace(model, kinds=(wide,))
     matmuls = 6 * num_matmul_params(model) * 10
     assert training_flops(

@@ -750,7 +750,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
     }
     assert queries["layers/wide/attention/wq"].names[1] == "model.layers.4.self_attn.q_proj.weight"
     assert queries["layers/wide/attention/wq"].stored_shape == (
-        model.num_heads * 64,
+        model.attention.num_heads * 64,
         model.model_dim,
     )
 
@@ -758,7 +758,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
 def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
     directory = write_model(tmp_path / "model", "qwen3")
     config = config_of(directory)
-    assert (config.model.model_dim, config.model.qk_norm, config.model.rope.theta) == (
+    assert (config.model.model_dim, config.model.attention.qk_norm, config.model.rope.theta) == (
         32,
         "head",
         40000.0,
@@ -1035,11 +1035,16 @@ ABSENT = (None, False, 0, [], {})
         ),
         ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "experts.num_experts", 8),
         ("qwen3_moe", ("mlp_only_layers", "num_local_experts"), "layer_kinds", ("full",)),
-        ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
+        (
+            "llama",
+            ("quantization_config", "attention_bias", "pruned_heads"),
+            "attention.qkv_bias",
+            False,
+        ),
         ("llama", ("rope_scaling",), "rope.scaling", "none"),
         ("mistral_window", ("sliding_window",), "layer_kinds", ("full",)),
-        ("llama", ("head_dim",), "head_dim", 8),
-        ("llama", ("num_key_value_heads",), "num_kv_heads", 4),
+        ("llama", ("head_dim",), "attention.head_dim", 8),
+        ("llama", ("num_key_value_heads",), "attention.num_kv_heads", 4),
         ("llama_tied", ("tie_word_embeddings",), "tie_embeddings", False),
         ("gemma3", ("layer_types",), "layer_kinds", ("sliding",)),
         ("glm4_moe", ("n_shared_experts", "first_k_dense_replace"), "experts.shared_ffn_dim", 0),
@@ -1224,17 +1229,22 @@ RELEASED = {
             residual_multiplier=0.22,
             rope_scaling=None,
         ),
-        dict(
-            query_scale_dim=16384,
-            embedding_multiplier=12,
-            logits_scaling=16,
-            residual_multiplier=0.22,
-        ),
+        {
+            "attention.query_scale_dim": 16384,
+            "embedding_multiplier": 12,
+            "logits_scaling": 16,
+            "residual_multiplier": 0.22,
+        },
     ),
     "Phi-4-mini": (
         "phi3",
         dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config")),
-        {"rope.fraction": 0.75, "rope.scaling": "longrope", "window": 0, "layer_kinds": ("full",)},
+        {
+            "rope.fraction": 0.75,
+            "rope.scaling": "longrope",
+            "attention.window": 0,
+            "layer_kinds": ("full",),
+        },
     ),
     "Phi-3-mini-128k, first release": (
         "phi3",
@@ -1249,7 +1259,7 @@ RELEASED = {
             partial_rotary_factor=1.0,
             sliding_window=None,
         ),
-        {"rope.fraction": 1, "rope.scaling": "none", "window": 0},
+        {"rope.fraction": 1, "rope.scaling": "none", "attention.window": 0},
     ),
     "Seed-OSS-36B": (
         "seed_oss",
@@ -1260,8 +1270,8 @@ RELEASED = {
             rope_scaling=dict(rope_type="default"),
         ),
         {
-            "qkv_bias": True,
-            "attention_out_bias": False,
+            "attention.qkv_bias": True,
+            "attention.out_bias": False,
             "rope.scaling": "none",
             "rope.theta": 3e4,
         },
@@ -1371,7 +1381,7 @@ def test_config_json_without_layer_types_has_those_of_the_family(name):
     )
     sizes = dict.fromkeys(names, 16)
     settings = settings_of({"model_type": family.model_type, **sizes, **fields}, "config.json")
-    assert (settings["layer_kinds"], settings["window"]) == (kinds, window)
+    assert (settings["layer_kinds"], settings["attention.window"]) == (kinds, window)
 
 
 @pytest.mark.parametrize("num_dense", [1, 3])

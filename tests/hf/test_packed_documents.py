@@ -158,7 +158,7 @@ def test_packed_documents_equal_transformers(
         for name, values in settings.items()
     }
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
-    assert step.config.model.attention_sinks == (model in ("sliding", "full"))
+    assert step.config.model.attention.sinks == (model in ("sliding", "full"))
     if model not in DENSE:
         assert step.config.model.rope.sliding_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)

@@ -306,9 +306,9 @@ PARTS = {
     "llama3 scaling, tied": ("llama_tied", {"rope.scaling": "none"}, lambda params: params),
     "yarn scaling": ("qwen2", {"rope.scaling": "none"}, lambda params: params),
     "linear scaling": ("gemma3", {"rope.scaling": "none"}, lambda params: params),
-    "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
-    "window of some layers": ("gemma3", dict(window=256), lambda params: params),
-    "window of the last layers": ("qwen2_window", dict(window=256), lambda params: params),
+    "window of all layers": ("mistral_window", {"attention.window": 256}, lambda params: params),
+    "window of some layers": ("gemma3", {"attention.window": 256}, lambda params: params),
+    "window of the last layers": ("qwen2_window", {"attention.window": 256}, lambda params: params),
     "window of layers of a type": (
         "qwen3_window",
         dict(layer_kinds=("full", "sliding")),
@@ -323,12 +323,12 @@ PARTS = {
     "biases": ("qwen2", dict(), _zero_biases),
     "norm of heads": (
         "qwen3",
-        dict(qk_norm="none"),
+        {"attention.qk_norm": "none"},
         lambda params: _without(("q_norm", "k_norm"), params),
     ),
     "norm of projections": (
         "olmo3",
-        dict(qk_norm="none"),
+        {"attention.qk_norm": "none"},
         lambda params: _without(("q_norm", "k_norm"), params),
     ),
     "norms of outputs": (
@@ -339,7 +339,7 @@ PARTS = {
         ),
     ),
     "zero-centered norms": ("gemma3", dict(zero_centered_norm=False), lambda params: params),
-    "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
+    "scale of queries": ("gemma3", {"attention.query_scale_dim": 16}, lambda params: params),
     "scale of queries by position": (
         "ministral3",
         {"rope.query_beta": 0.0},
@@ -347,7 +347,7 @@ PARTS = {
     ),
     "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
-    "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
+    "output gate": ("qwen3_5", {"attention.gate": False}, _without_gate),
     "linear attention": ("qwen3_5_hybrid", dict(), _long_memory),
     "negative eigenvalues": (
         "olmo_hybrid",
@@ -357,7 +357,7 @@ PARTS = {
     "partial RoPE": ("qwen3_5", {"rope.fraction": 1.0}, lambda params: params),
     "output bias": (
         "llama_tied",
-        dict(attention_out_bias=False),
+        {"attention.out_bias": False},
         lambda params: _without(("bo",), params),
     ),
     "partial RoPE with factors": (
@@ -375,7 +375,11 @@ PARTS = {
         {"rope.attention_factor": 1.0},
         lambda params: params,
     ),
-    "window of all layers with longrope": ("phi3_window", dict(window=256), lambda params: params),
+    "window of all layers with longrope": (
+        "phi3_window",
+        {"attention.window": 256},
+        lambda params: params,
+    ),
     "longrope of sliding layers": (
         "phi3_window",
         {"rope.sliding_scaling": False},
@@ -388,14 +392,15 @@ PARTS = {
     ),
     "output bias without others": (
         "seed_oss",
-        dict(attention_out_bias=False),
+        {"attention.out_bias": False},
         lambda params: _without(("bo",), params),
     ),
     **{
         setting: ("granite", {setting: value}, lambda params: params)
-        for setting, value in dict(
-            query_scale_dim=0, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1
-        ).items()
+        for setting, value in {
+            "attention.query_scale_dim": 0,
+            **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1),
+        }.items()
     },
     "RoPE of full layers, without sliding ones": (
         "exaone4",
@@ -436,7 +441,7 @@ PARTS = {
     "rotated dimensions": ("minimax_m2", {"rope.fraction": 1.0}, lambda params: params),
     "norms of all heads": (
         "minimax_m2",
-        dict(qk_norm="none"),
+        {"attention.qk_norm": "none"},
         lambda params: _without(("q_norm", "k_norm"), params),
     ),
     "bias of the choice of MiniMax-M2": (
@@ -457,8 +462,8 @@ PARTS = {
         f"falcon_h1 {setting}": ("falcon_h1", {setting: value}, lambda params: params)
         for setting, value in {
             **dict.fromkeys(("embedding_multiplier", "logits_scaling"), 1.0),
-            "query_scale_dim": 0.0,
-            "attention_output_multiplier": 1.0,
+            "attention.query_scale_dim": 0.0,
+            "attention.output_multiplier": 1.0,
             **dict.fromkeys(("mlp_gate_multiplier", "mlp_output_multiplier"), 1.0),
             **{
                 f"mamba2.{x}_multiplier": 1.0
@@ -472,7 +477,7 @@ PARTS = {
         lambda params: params,
     ),
     "skips of states": ("granite_hybrid", dict(), _without_skips),
-    "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
+    "sinks": ("gpt_oss", {"attention.sinks": False}, lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": (
         "gpt_oss",
         {"rope.sliding_scaling": False},

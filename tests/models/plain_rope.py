@@ -73,7 +73,7 @@ def plain_rope(x_TH, positions_T, model, *, kind="full", seq_len=0):
         return x_TH
     if kind == "sliding" and model.rope.sliding_scaling:
         kind, model = "full", with_rope(model, theta=model.rope.sliding_theta)
-    dim = int(model.head_dim * model.rope.fraction)
+    dim = int(model.attention.head_dim * model.rope.fraction)
     pairs = [plain_frequency(i, dim, model, kind, seq_len) for i in range(dim // 2)]
     factor = plain_attention_factor(model) if kind == "full" else 1.0
     angles_TR = np.concatenate([np.outer(np.asarray(positions_T, np.float64), pairs)] * 2, axis=-1)

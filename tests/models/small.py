@@ -25,17 +25,13 @@ from tests.models.plain_rope import plain_rope
 B, T = 2, 16
 
 
-def small_model(**overrides):
-    sizes = dict(
-        vocab_size=32,
-        num_layers=2,
-        model_dim=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        ffn_dim=24,
+def small_model(attention=None, **overrides):
+    sizes = dict(vocab_size=32, num_layers=2, model_dim=16, ffn_dim=24)
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=6) | (attention or {})
+    model = PRESETS["tiny"]
+    return dataclasses.replace(
+        model, attention=dataclasses.replace(model.attention, **heads), **{**sizes, **overrides}
     )
-    return dataclasses.replace(PRESETS["tiny"], **{**sizes, **overrides})
 
 
 def small_inputs(model):
@@ -181,18 +177,18 @@ def _plain_projections(p, model, x_TD):
     projections = {}
     for name in "qkv":
         projections[name] = np.einsum("TD,DNH->TNH", x_TD, p[f"w{name}"])
-        if model.qkv_bias:
+        if model.attention.qkv_bias:
             projections[name] += p[f"b{name}"]
     factor_TNH = np.ones_like(projections["q"])
-    if model.attention_gate:
+    if model.attention.gate:
         projections["q"], gate_TNH = (
-            projections["q"][..., : model.head_dim],
-            projections["q"][..., model.head_dim :],
+            projections["q"][..., : model.attention.head_dim],
+            projections["q"][..., model.attention.head_dim :],
         )
         factor_TNH = 1 / (1 + np.exp(-gate_TNH))
-    for name in "qk" if model.qk_norm != "none" else "":
+    for name in "qk" if model.attention.qk_norm != "none" else "":
         x_TNH, scale = projections[name], p[f"{name}_norm"]["scale"]
-        if model.qk_norm == "projection":
+        if model.attention.qk_norm == "projection":
             x_TNH, scale = x_TNH.reshape(len(x_TNH), 1, -1), scale.reshape(-1)
         projections[name] = _plain_norm(x_TNH, scale, model).reshape(projections[name].shape)
     return *projections.values(), factor_TNH
@@ -201,16 +197,20 @@ def _plain_projections(p, model, x_TD):
 def _plain_attention(p, model, kind, x_TD, positions_T):
     out_TD = np.zeros_like(x_TD)
     q_TNH, k_TKH, v_TKH, gate_TNH = _plain_projections(p, model, x_TD)
-    for n in range(model.num_heads):
-        k_head = n // (model.num_heads // model.num_kv_heads)
+    for n in range(model.attention.num_heads):
+        k_head = n // (model.attention.num_heads // model.attention.num_kv_heads)
         q_TH, k_TH = (
             plain_rope(x_TH, positions_T, model, kind=kind)
             for x_TH in (q_TNH[:, n], k_TKH[:, k_head])
         )
         for t in range(len(x_TD)):
             visible = slice(max(0, t + 1 - (model.window_of(kind) or t + 1)), t + 1)
-            scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
+            scores = (
+                k_TH[visible]
+                @ q_TH[t]
+                / math.sqrt(model.attention.query_scale_dim or model.attention.head_dim)
+            )
             weights = np.exp(scores)
-            total = weights.sum() + (np.exp(p["sinks"][n]) if model.attention_sinks else 0)
+            total = weights.sum() + (np.exp(p["sinks"][n]) if model.attention.sinks else 0)
             out_TD[t] += gate_TNH[t, n] * (weights / total @ v_TKH[visible, k_head]) @ p["wo"][n]
-    return out_TD + (p["bo"] if model.attention_out_bias else 0)
+    return out_TD + (p["bo"] if model.attention.out_bias else 0)

@@ -31,8 +31,8 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 VARIANTS = {
     "tied": dict(),
     "untied": dict(
+        attention=dict(qk_norm="head"),
         tie_embeddings=False,
-        qk_norm="head",
         rope=RopeConfig(
             scaling="llama3",
             factor=8.0,
@@ -40,15 +40,13 @@ VARIANTS = {
         ),
     ),
     "gemma": dict(
-        qk_norm="head",
+        attention=dict(qk_norm="head", query_scale_dim=24, window=5),
         norm_placement="pre_and_post",
         zero_centered_norm=True,
         activation="gelu_tanh",
         scale_embeddings=True,
-        query_scale_dim=24,
         num_layers=5,
         layer_kinds=("full", "sliding", "nope"),
-        window=5,
         rope=RopeConfig(
             sliding_theta=50.0,
             scaling="llama3",
@@ -57,32 +55,27 @@ VARIANTS = {
         ),
     ),
     "shapes": dict(
-        qk_norm="head",
+        attention=dict(qk_norm="head", window=5),
         num_layers=7,
         layer_kinds=("sliding", "wide", "sliding"),
-        window=5,
         kinds=(KindConfig(name="wide", num_heads=2, num_kv_heads=1, head_dim=10, ffn_dim=40),),
     ),
     "olmo": dict(
-        qk_norm="projection",
+        attention=dict(qk_norm="projection", qkv_bias=True),
         norm_placement="post",
-        qkv_bias=True,
         embedding_multiplier=1.5,
         residual_multiplier=0.4,
         logits_scaling=1.7,
     ),
     "odd": dict(
+        attention=dict(
+            num_kv_heads=1, sinks=True, gate=True, qkv_bias=True, out_bias=True, window=5
+        ),
         tie_embeddings=False,
-        num_kv_heads=1,
         vocab_size=29,
         num_layers=3,
-        attention_sinks=True,
-        attention_gate=True,
-        qkv_bias=True,
-        attention_out_bias=True,
         mlp_bias=True,
         layer_kinds=("sliding", "full"),
-        window=5,
         rope=RopeConfig(
             fraction=2 / 3,
             sliding_scaling=True,
@@ -115,12 +108,12 @@ def test_dims_of_names_every_parameter_dimension(variant):
         own = model.of_kind(path[1].key) if "shapes" in variant and len(path) > 2 else model
         sizes = dict(
             model=16,
-            heads=own.num_heads,
-            kv_heads=own.num_kv_heads,
-            head_dim=own.query_dim if path[-1].key == "wq" else own.head_dim,
+            heads=own.attention.num_heads,
+            kv_heads=own.attention.num_kv_heads,
+            head_dim=own.attention.query_dim if path[-1].key == "wq" else own.attention.head_dim,
             ffn=own.ffn_dim,
             ffn_bias=own.ffn_dim,
-            sinks=own.num_heads,
+            sinks=own.attention.num_heads,
             vocab=model.vocab_size,
         )
         assert all(

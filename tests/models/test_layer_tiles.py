@@ -77,18 +77,18 @@ def _attend(operands):
     return [contract.join(*results, sinks_N)[0]]
 
 
-ATTENTION = dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
+ATTENTION = dict(sinks=True, gate=True, out_bias=True)
 GEMMA = dict(
-    qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh"
+    attention=dict(qk_norm="head"),
+    norm_placement="pre_and_post",
+    zero_centered_norm=True,
+    activation="gelu_tanh",
 )
 OLMO = dict(
-    qk_norm="projection",
+    attention=dict(qk_norm="projection", qkv_bias=True, query_scale_dim=24, **ATTENTION),
     norm_placement="post",
-    qkv_bias=True,
     mlp_bias=True,
-    query_scale_dim=24,
     residual_multiplier=0.4,
-    **ATTENTION,
 )
 
 
@@ -131,7 +131,7 @@ def test_run_layer_on_tiles_equals_whole_layer(
             to_tiles(x_BTD),
             LayerTokens(to_tiles(positions_BT)),
             [None],
-            mixers=[AttentionTiles(_TileAttention(T // num_tiles, model.num_kv_heads))],
+            mixers=[AttentionTiles(_TileAttention(T // num_tiles, model.attention.num_kv_heads))],
             saves_attention=saves_attention,
             shard=shard,
             tables=tables,

@@ -1,12 +1,11 @@
 """RoPE against float64, at positions where float32 angles are wrong."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models.kinds import stacked_tables
 from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
@@ -26,7 +25,11 @@ def test_apply_rope_is_within_1e_6_of_float64(preset, start):
     model = PRESETS[preset]
     positions = np.arange(start, start + 16, dtype=np.int32)
     x_TH = np.concatenate(
-        [np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1
+        [
+            np.ones((16, model.attention.head_dim // 2)),
+            np.zeros((16, model.attention.head_dim // 2)),
+        ],
+        axis=-1,
     )
     got = apply_rope(
         jnp.asarray(x_TH, jnp.float32)[None, :, None],
@@ -43,7 +46,7 @@ def test_apply_rope_with_scaling_is_within_1e_6(name, kind):
     context.
     """
     model = scaled_model(name)
-    half = model.head_dim // 2
+    half = model.attention.head_dim // 2
     x_TH = np.concatenate([np.ones((16, half)), np.zeros((16, half))], axis=-1).astype(np.float32)
     for seq_len, starts in {
         4096: (0,),
@@ -59,7 +62,11 @@ def test_apply_rope_with_scaling_is_within_1e_6(name, kind):
 
 def test_stacked_tables_rotate_each_sequence_as_its_own():
     model, lengths = scaled_model("dynamic_ntk"), (4096, 10_000, 40_000)
-    x_BTNH = np.random.default_rng(0).standard_normal((3, 16, 1, model.head_dim)).astype(np.float32)
+    x_BTNH = (
+        np.random.default_rng(0)
+        .standard_normal((3, 16, 1, model.attention.head_dim))
+        .astype(np.float32)
+    )
     positions_BT = np.arange(3 * 16, dtype=np.int32).reshape(3, 16) + 5000
     got = jax.jit(apply_rope)(x_BTNH, positions_BT, stacked_tables(model, 6000, lengths)["full"])
     for row, length in enumerate(lengths):
@@ -106,13 +113,15 @@ def test_apply_rope_partial_leaves_the_other_dimensions():
 def test_float32_angles_are_wrong_at_2_25():
     """The reason for the tables: at 2^25, float32 angles have an error above half a radian."""
     model, position = PRESETS["llama3.1-8b"], 2**25 - 1
-    frequencies = model.rope.theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
+    frequencies = model.rope.theta ** -(
+        np.arange(0, model.attention.head_dim, 2) / model.attention.head_dim
+    )
     plain_float32 = np.float32(position) * frequencies.astype(np.float32)
     assert np.abs(plain_float32 - position * frequencies).max() > 0.5
 
 
 def test_apply_rope_equals_hugging_face():
-    model = dataclasses.replace(PRESETS["llama3.1-8b"], head_dim=8)
+    model = model_from(PRESETS["llama3.1-8b"].by_path | {"attention.head_dim": 8})
     x_BTNH = _x(2 * 5000 * 3, 8).reshape(2, 5000, 3, 8)
     positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
     got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, "full", 5000))

@@ -132,7 +132,7 @@ KINDS = dict(
 def model_of(*order: str, **settings):
     """A model with these kinds of layers; `settings` override."""
     kinds = {kind: KINDS[kind] for kind in order}
-    sizes = dict(num_layers=len(order), window=20, norm_placement="pre_and_post")
+    sizes = dict(num_layers=len(order), attention=dict(window=20), norm_placement="pre_and_post")
     return dict(layer_kinds=order, kinds=kinds) | sizes | settings
 
 
@@ -146,7 +146,7 @@ MODELS = {
     "recurrent": HYBRID
     | model_of(
         *_ORDER,
-        window=0,
+        attention=dict(window=0),
         norm_placement="pre",
         kinds=model_of(*_ORDER)["kinds"] | dict(mixer=_RECURRENT),
     ),
@@ -182,7 +182,7 @@ def _loss_and_gradients(memory=None, mesh=None):
     """Of a decoder with dense attention, which compiles fast."""
     order = MODELS["dense"]["layer_kinds"]
     kinds = tuple(KindConfig(name=kind, **KINDS[kind]) for kind in dict.fromkeys(order))
-    model = small_model(**MODELS["dense"] | dict(kinds=kinds, window=5))
+    model = small_model(**MODELS["dense"] | dict(kinds=kinds, attention=dict(window=5)))
     context = context_of(model, mesh)
     if memory is not None:
         context = context._replace(remat=make_remat(memory, model.num_compiled_layers))

@@ -47,7 +47,7 @@ def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
         if exchange.has_window and exchange.pass_name == "forward"
     )
     # 3 layers, bfloat16
-    kv_bytes = 3 * received_tokens * 2 * model.num_kv_heads * model.head_dim * 2
+    kv_bytes = 3 * received_tokens * 2 * model.attention.num_kv_heads * model.attention.head_dim * 2
     assert kv_bytes <= sent_bytes <= 1.2 * kv_bytes  # positions and segment ids, too
 
 
@@ -61,7 +61,9 @@ def test_sliding_layers_send_only_their_window():
         if exchange.pass_name == "forward":
             sent[exchange.has_window] += exchange.times * exchange.collective.sent_bytes
     model = step.config.model
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * 2  # K and V in bfloat16
+    token_bytes = (
+        2 * model.attention.num_kv_heads * model.attention.head_dim * 2
+    )  # K and V in bfloat16
     mask_bytes = 2 * 4  # position and segment id
     assert sent[False] == 2 * (RANKS - 1) * TOKENS // RANKS * token_bytes
     halo_tokens = 3 * 2 * (WINDOW - 1)  # 3 layers; 2 chunks on each rank
@@ -84,7 +86,7 @@ def test_plan_of_layers_of_different_sizes_has_no_further_kernel_calls_with_sink
     results, configs = [], []
     for has_sinks in (False, True):
         config = small_config(layer_kinds="sliding,wide", window=WINDOW, kinds=dict(wide=wide))
-        config.model.attention_sinks = has_sinks
+        config.model.attention.sinks = has_sinks
         configs.append(load(config))
         results.append(plan.plan(config, f"h100:1x{RANKS}"))
     without, with_sinks = (

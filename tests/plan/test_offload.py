@@ -37,8 +37,8 @@ def test_offload_residual_holds_one_per_layer_group():
 def test_offload_of_all_tensors_holds_residual_out_and_lse():
     step = small_step(offload=("residual", "attention_out", "attention_lse"))
     model = step.config.model
-    bytes_per_head = model.head_dim * 2 + 4  # out in bfloat16, lse in float32
-    bytes_per_token = model.model_dim * 2 + model.num_heads * bytes_per_head
+    bytes_per_head = model.attention.head_dim * 2 + 4  # out in bfloat16, lse in float32
+    bytes_per_token = model.model_dim * 2 + model.attention.num_heads * bytes_per_head
     assert host_bytes(step) == LAYERS * TOKENS * bytes_per_token // 4
 
 

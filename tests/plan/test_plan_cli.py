@@ -66,5 +66,14 @@ def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch
     )
     cache, _ = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:])
     model = load(small_config()).model
-    exact = 2 * 2 * model.num_layers * 2**20 * model.num_kv_heads * model.head_dim / 4 / 2**30
+    exact = (
+        2
+        * 2
+        * model.num_layers
+        * 2**20
+        * model.attention.num_kv_heads
+        * model.attention.head_dim
+        / 4
+        / 2**30
+    )
     assert exact - 0.01 <= cache <= 1.07 * exact + 0.01

@@ -277,7 +277,7 @@ def test_mosaic_kernels_have_the_class_of_the_program():
 def test_estimate_counts_the_pairs_of_the_traced_steps():
     """Documents with a quarter of the pairs take a quarter of the time of attention."""
     config = defaults()
-    config.model.num_heads, config.data.seq_len = 32, 4096
+    config.model.attention.num_heads, config.data.seq_len = 32, 4096
     config = load(config)
     whole = config.train.global_batch_size * document_pairs(config.model, [4096])
     run = TracedRun(

@@ -452,7 +452,7 @@ def test_estimate_counts_the_gate_of_the_query_projection():
     config = load(model("llama3.2-1b"))
     seconds = [
         Layout(changed, rates, {"full": "cudnn"}).layer_seconds(0)[0]
-        for changed in (config, with_settings(config, {"model.attention_gate": True}))
+        for changed in (config, with_settings(config, {"model.attention.gate": True}))
     ]
     assert seconds[1]["query"] > seconds[0]["query"] and seconds[1]["key"] == seconds[0]["key"]
 

@@ -94,7 +94,7 @@ def predicted(
     *lines: str, more: str = "", gpus: str = "h100:1x2", roofline: Roofline = IDEAL, **settings
 ) -> Prediction:
     config = defaults()
-    config.model.num_heads, config.data.seq_len = 32, 4096  # those of ATTENTION
+    config.model.attention.num_heads, config.data.seq_len = 32, 4096  # those of ATTENTION
     config.update_from_flattened_dict(settings)
     analyzed = analyze(program(*INPUTS, *lines, END, more=more))
     return predict(analyzed, TimeModel(topology(gpus), load(config), roofline))
@@ -148,7 +148,7 @@ def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
 def test_recomputed_products_of_adapters_are_those_beyond_the_model():
     """Frozen weights have no gradients, which would be a third of the model's products."""
     config = defaults()
-    config.lora.rank, config.model.num_heads, config.data.seq_len = 8, 32, 4096
+    config.lora.rank, config.model.attention.num_heads, config.data.seq_len = 8, 32, 4096
     own_flops = load(config).step_flops(0).products / 2  # of each of two GPUs
     overhead = predicted(dot(), **{"lora.rank": 8}).overhead_seconds
     assert overhead == {
@@ -466,7 +466,7 @@ def test_visible_fraction_in_window_counts_pairs(strategy, num_keys):
 def test_visible_fraction_of_blockwise_loop_from_flops(which, products):
     config = load(defaults())
     model, num_tokens = config.model, config.data.seq_len
-    own = 2.0 * products * model.num_heads * model.head_dim * num_tokens**2
+    own = 2.0 * products * model.attention.num_heads * model.attention.head_dim * num_tokens**2
     call = AttentionKernelCall(None, "blockwise", which, own, True, None)
     assert visible_fraction(call, config) == 0.5
     assert visible_fraction(call._replace(full_flops=own / 2), config) == 1.0
@@ -604,7 +604,9 @@ class TestRealStep:
         layers = num_matmul_params(model) - head
         products = 131_072 * (8 * layers + 6 * head) / per_gpu
         assert estimate.seconds_by_kind["matrix products"] == pytest.approx(products, rel=0.03)
-        pairs = model.num_layers * model.num_heads * model.head_dim * 131_072**2 / 2
+        pairs = (
+            model.num_layers * model.attention.num_heads * model.attention.head_dim * 131_072**2 / 2
+        )
         attention = 2 * (2 + 2 + 5) * pairs / per_gpu
         assert estimate.seconds_by_kind["attention"] == pytest.approx(attention, rel=0.01)
 

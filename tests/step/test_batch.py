@@ -1,18 +1,18 @@
-import dataclasses
-
 import jax
 import numpy as np
 
 from jaxlc.config import PRESETS
 from jaxlc.config.flops import document_pairs
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.step.batch import Batch, attention_pairs
 from tests.step.synthetic import TOKENS, make_batch, natural_rows, small_config, small_step
 
 
 def test_attention_pairs_count_documents_and_windows():
     """Two sequences, one with padding; a third of the layers has a window."""
-    model = dataclasses.replace(
-        PRESETS["tiny"], num_layers=6, layer_kinds=("sliding", "full", "nope"), window=3
+    model = model_from(
+        PRESETS["tiny"].by_path
+        | {"num_layers": 6, "layer_kinds": ("sliding", "full", "nope"), "attention.window": 3}
     )
     documents, num_tokens = ([5, 1, 4], [7]), 10
     positions = [

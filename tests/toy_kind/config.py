@@ -15,7 +15,7 @@ class DecayedMeanKind(Mixer, HasLimits):
     layer_types = dict(decayed_mean="decayed_mean")
     layer_kinds = ("decayed_mean",)
     norm_setting = "norm_placement"
-    sizes = ("num_heads", "head_dim")
+    sizes = ("attention.num_heads", "attention.head_dim")
     tensors = (
         LayerTensor("wv", "mean.in_proj.weight", 1),  # stored as [H V, D]
         LayerTensor("decay", "mean.decay"),

@@ -43,7 +43,7 @@ def config(tmp_path_factory):
             ["mesh.context=2", "runtime.simulated_devices=0"],
             "needs 4 devices but the number of available devices is 8; use --config",
         ),
-        (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
+        (["model.attention.num_heads=3", "model.attention.num_kv_heads=3"], "3"),
         (["data.seq_len=100"], "100"),
         (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
         (["data.sources={empty}"], "empty"),

@@ -44,12 +44,16 @@ def layer_problems(config: Config) -> Iterator[str]:
     for kind in model.kinds:
         yield from _kind_problems(model, kind)
     has_sliding = "sliding" in model.attentions
-    if has_sliding and not model.window:
-        yield "config.model.layer_kinds has sliding layers, which need a window: set config.model.window, in tokens"
-    if model.window and not has_sliding:
+    if has_sliding and not model.attention.window:
         yield (
-            f"config.model.window={model.window} has no effect, since config.model.layer_kinds names no sliding layers;"
-            " use --config.model.layer_kinds=sliding, or sliding,full for alternating layers"
+            "config.model.layer_kinds has sliding layers, which need a window: set config.model.attention.window, in"
+            " tokens"
+        )
+    if model.attention.window and not has_sliding:
+        yield (
+            f"config.model.attention.window={model.attention.window} has no effect, since no kind in"
+            " config.model.layer_kinds is sliding; use --config.model.layer_kinds=sliding, or sliding,full for"
+            " alternating layers"
         )
     num_named, first = len(model.first_layer_kinds) + len(model.layer_kinds), ""
     if num_named > model.num_layers:
@@ -176,7 +180,7 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             yield invalid_value(f"{path}.{setting}", value, f"one of {', '.join(known)}", known)
             return
     own = blocks_of(model.of_kind(kind.name))
-    sizes = {name for block in own for name in block.sizes}
+    sizes = {name.removeprefix("attention.") for block in own for name in block.sizes}
     for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
         if getattr(kind, name) and name not in sizes:
             layers = own[-1 if name == "ffn_dim" else 0].layers

@@ -23,28 +23,28 @@ from jaxlc.config.values import Above0, From1
 class AttentionSettings:
     """Settings of the layers with attention."""
 
-    num_heads: From1[int]  # number of query heads
+    num_heads: From1[int] = 1  # number of query heads
     # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
     # multi-query attention.
-    num_kv_heads: From1[int]
+    num_kv_heads: From1[int] = 1
     # width of each attention head; even, because RoPE rotates pairs of dimensions
-    head_dim: From1[int]
+    head_dim: From1[int] = 2
     # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
     # together, as in Olmo 3.
     qk_norm: Literal["none", "head", "projection"] = "none"
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
-    attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
+    out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
     # a trained logit per query head that joins the denominator of the attention softmax, as in
     # gpt-oss.
-    attention_sinks: bool = False
+    sinks: bool = False
     # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
     # computes the gate as well, as in Qwen 3.5.
-    attention_gate: bool = False
+    gate: bool = False
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs,
     # or "attention_multiplier" to the power -2. 0: head_dim.
     query_scale_dim: float = 0.0
     # the projected output of attention is multiplied by it, as in Falcon-H1
-    attention_output_multiplier: Above0[float] = 1.0
+    output_multiplier: Above0[float] = 1.0
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
@@ -52,7 +52,14 @@ class AttentionSettings:
     @property
     def query_dim(self) -> int:
         """The width of a head in the query projection: head_dim, and as much for the gate."""
-        return 2 * self.head_dim if self.attention_gate else self.head_dim
+        return 2 * self.head_dim if self.gate else self.head_dim
+
+
+def heads_path(path: str) -> str:
+    """The path of the sizes of heads, where layers have their settings at `path`: those of the
+    model are in a section.
+    """
+    return "config.model.attention" if path == "model" else f"config.{path}"
 
 
 class AttentionKind(Mixer, HasRope):
@@ -62,7 +69,7 @@ class AttentionKind(Mixer, HasRope):
     layer_kinds = ("full", "sliding", "nope")
     unrotated_kinds = ("nope",)
     scaled_kinds = ("full", "full_mamba2")
-    sizes = ("num_heads", "num_kv_heads", "head_dim")
+    sizes = ("attention.num_heads", "attention.num_kv_heads", "attention.head_dim")
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkv"),
         *(LayerTensor(f"b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
@@ -94,10 +101,10 @@ class AttentionKind(Mixer, HasRope):
             "head": 2,
             "projection": sizes.num_heads + sizes.num_kv_heads,
         }[sizes.qk_norm]
-        entries = num_normed_heads * sizes.head_dim + sizes.attention_out_bias * layer.model_dim
+        entries = num_normed_heads * sizes.head_dim + sizes.out_bias * layer.model_dim
         if sizes.qkv_bias:
             entries += sizes.num_heads * sizes.query_dim + 2 * sizes.num_kv_heads * sizes.head_dim
-        return entries + sizes.attention_sinks * sizes.num_heads
+        return entries + sizes.sinks * sizes.num_heads
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
         """2 H for q . k and 2 H for the value, in each head."""
@@ -119,26 +126,28 @@ class AttentionKind(Mixer, HasRope):
         return {name: float(itemsize * number) for name, number in values.items()} | lse
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        prefix = heads_path(path)
         sizes = layer.section(AttentionSettings)
         if sizes.num_heads % sizes.num_kv_heads:
             yield (
-                f"config.{path}.num_heads={sizes.num_heads} is not a multiple of num_kv_heads={sizes.num_kv_heads};"
+                f"{prefix}.num_heads={sizes.num_heads} is not a multiple of num_kv_heads={sizes.num_kv_heads};"
                 " every key/value head serves the same number of query heads"
             )
         if sizes.head_dim % 2:
-            yield f"config.{path}.head_dim={sizes.head_dim} is odd, and RoPE rotates pairs; use {sizes.head_dim + 1}"
+            yield f"{prefix}.head_dim={sizes.head_dim} is odd, and RoPE rotates pairs; use {sizes.head_dim + 1}"
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        prefix = heads_path(path)
         sizes, attention, tensor = (
             layer.section(AttentionSettings),
             config.attention,
             config.mesh.tensor,
         )
         if sizes.num_heads % tensor:
-            yield f"config.{path}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
+            yield f"{prefix}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
         if sizes.num_kv_heads % tensor and tensor % sizes.num_kv_heads:
             yield (
-                f"config.{path}.num_kv_heads={sizes.num_kv_heads} is neither a multiple nor a divisor of"
+                f"{prefix}.num_kv_heads={sizes.num_kv_heads} is neither a multiple nor a divisor of"
                 f" config.mesh.tensor={tensor}"
             )
         ranks, heads, kv_heads = (

@@ -7,7 +7,7 @@ DeepSeek-V2 (arXiv:2405.04434), section 2.1. Tensors: transformers, models/deeps
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.attention import AttentionSettings, num_head_ranks
+from jaxlc.config.kinds.attention import AttentionSettings, heads_path, num_head_ranks
 from jaxlc.config.kinds.contract import (
     HasLimits,
     HasOwnSettings,
@@ -61,7 +61,7 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     layer_kinds = ("latent", "latent_nope")
     unrotated_kinds = ("latent_nope",)
     scaled_kinds = ("latent",)
-    sizes = ("num_heads", "head_dim")
+    sizes = ("attention.num_heads", "attention.head_dim")
     only_with = (
         *(f"model.latent.{name}" for name in vars(LatentConfig())),
         *("model.rope.query_mscale", "attention.ring_payload"),
@@ -136,6 +136,7 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         return {name: float(itemsize * number) for name, number in values.items()} | lse
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        prefix = heads_path(path)
         latent, sizes = layer.section(LatentConfig), layer.section(AttentionSettings)
         for name in ("rank", "value_dim"):
             if vars(latent)[name] < 1:
@@ -144,13 +145,13 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
             yield f"invalid value {latent.query_rank} for config.model.latent.query_rank: expected at least 0"
         if latent.value_dim > sizes.head_dim:
             yield (
-                f"config.model.latent.value_dim={latent.value_dim} is more than config.{path}.head_dim="
+                f"config.model.latent.value_dim={latent.value_dim} is more than {prefix}.head_dim="
                 f"{sizes.head_dim}, the width of queries and keys; use at most that"
             )
         if sizes.num_kv_heads != sizes.num_heads:
             yield (
-                f"config.{path}.num_kv_heads={sizes.num_kv_heads} differs from num_heads={sizes.num_heads}: each head"
-                f" of a latent layer has keys of its own; use --config.{path}.num_kv_heads={sizes.num_heads}"
+                f"{prefix}.num_kv_heads={sizes.num_kv_heads} differs from num_heads={sizes.num_heads}: each head"
+                f" of a latent layer has keys of its own; use --{prefix}.num_kv_heads={sizes.num_heads}"
             )
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
@@ -158,14 +159,14 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         for name in (
             "qk_norm",
             "qkv_bias",
-            "attention_out_bias",
-            "attention_sinks",
-            "attention_gate",
-            "attention_output_multiplier",
+            "out_bias",
+            "sinks",
+            "gate",
+            "output_multiplier",
         ):
             value = vars(sizes)[name]
             if str(value) not in ("False", "none", "1.0"):
-                yield f"unsupported: config.model.{name}={value!r} with latent layers; remove it"
+                yield f"unsupported: config.model.attention.{name}={value!r} with latent layers; remove it"
         missing = [
             x for x in (*config.memory.save, *config.memory.offload) if x in ("key", "value")
         ]
@@ -176,12 +177,13 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
             )
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        prefix = heads_path(path)
         sizes, tensor = layer.section(AttentionSettings), config.mesh.tensor
         ranks = num_head_ranks(config)
         if sizes.num_heads % (tensor * ranks):
             split = f" x {ranks} ranks of config.attention.strategy={config.attention.strategy!r}"
             yield (
-                f"config.{path}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
+                f"{prefix}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
                 f"{split if ranks > 1 else ''}"
             )
 

@@ -229,15 +229,15 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
 ROPE_SETTINGS = tuple(f"rope.{name}" for name in vars(RopeConfig()))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
 # not the shape of a parameter.
-CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "window")
+CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "attention.window")
 
 _FIELDS = {  # config.json -> ModelConfig
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
     "hidden_size": "model_dim",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
+    "num_attention_heads": "attention.num_heads",
+    "num_key_value_heads": "attention.num_kv_heads",
+    "head_dim": "attention.head_dim",
     "intermediate_size": "ffn_dim",
     "tie_word_embeddings": "tie_embeddings",
     "rms_norm_eps": "norm_epsilon",
@@ -245,9 +245,9 @@ _FIELDS = {  # config.json -> ModelConfig
 _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields that are null
     **dict.fromkeys(
         ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
-        lambda x: x["num_heads"],
+        lambda x: x["attention.num_heads"],
     ),
-    "head_dim": lambda x: x["model_dim"] // x["num_heads"],
+    "head_dim": lambda x: x["model_dim"] // x["attention.num_heads"],
     "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_net.key_heads"]),
     "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
 }
@@ -348,7 +348,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         config["num_hidden_layers"] = len(layers)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
-    settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
+    settings: dict[str, Any] = {
+        **COMMON_SETTINGS,
+        **family.settings,
+        "attention.query_scale_dim": 0,
+    }
     for name, setting in _settings_of_fields(family).items():
         value = config.get(name, defaults.get(name))
         if value is None:
@@ -359,7 +363,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings.setdefault("ffn_dim", settings.get("experts.ffn_dim"))  # without dense layers
     settings |= family.read_settings({**defaults, **config})
     if family.has_one_attention_bias:
-        settings["attention_out_bias"] = settings["qkv_bias"]
+        settings["attention.out_bias"] = settings["attention.qkv_bias"]
     first, group = _layer_kinds(config, family, where)
     kinds = {*first, *group}
     mixed = {family.kinds.get(kind, {}).get("attention", kind) for kind in kinds}
@@ -372,7 +376,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has layers of type sliding_attention and no sliding_window; download it again"
         )
     rope = rope_settings(config, where, family, kinds)
-    settings |= dict(first_layer_kinds=first, layer_kinds=group, window=window) | rope
+    settings |= {"first_layer_kinds": first, "layer_kinds": group, "attention.window": window}
+    settings |= rope
     own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
     return settings | dict(kinds=own_kinds) if own_kinds else settings
 
@@ -472,7 +477,7 @@ def config_json_of(
         changed["model_type"] = family.exported_type
     # the length that the run adds may change the RoPE, and whether a window has an effect
     after = settings_of({**base, **changed}, "config.json")
-    if after["window"] != model.window:
+    if after["attention.window"] != model.attention.window:
         changed |= family.write_kinds(model)
         after = settings_of({**base, **changed}, "config.json")
     if all(after[name] == model.by_path[name] for name in ROPE_SETTINGS if name in after):
@@ -608,10 +613,10 @@ def _layer_kinds(
 
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
-    scale_dim = model.query_scale_dim or model.head_dim
-    values = model.by_path | dict(
-        query_scale_dim=int(scale_dim) if scale_dim == int(scale_dim) else scale_dim
-    )
+    scale_dim = model.attention.query_scale_dim or model.attention.head_dim
+    if scale_dim == int(scale_dim):
+        scale_dim = int(scale_dim)
+    values = {**model.by_path, "attention.query_scale_dim": scale_dim}
     fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
     unused = _unused_sizes(family, model.attentions)
     fields = {

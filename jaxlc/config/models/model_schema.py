@@ -125,9 +125,9 @@ class KindConfig:
     # attention of the layers, as in model.layer_kinds; none: they have none. Empty: that of the name; full if it is
     # another name.
     attention: str = ""
-    num_heads: int = 0  # number of query heads; 0: model.num_heads
-    num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
-    head_dim: int = 0  # width of each attention head; 0: model.head_dim
+    num_heads: int = 0  # number of query heads; 0: model.attention.num_heads
+    num_kv_heads: int = 0  # number of key/value heads; 0: model.attention.num_kv_heads
+    head_dim: int = 0  # width of each attention head; 0: model.attention.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
     # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. none: the layers
     # have none, as in Nemotron-H. Empty: the experts of the model, or dense if model.experts.num_experts is 0.
@@ -178,7 +178,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(AttentionSettings):
+class ModelConfig:
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings
     override it.
     """
@@ -216,11 +216,12 @@ class ModelConfig(AttentionSettings):
     logits_scaling: Above0[float] = 1.0  # logits are divided by it
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
     # layer_kinds[i % length]. For any other order, name all layers. full: attention to all earlier tokens. sliding:
-    # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
-    # attention with a state, as in Qwen 3.5. kimi_delta: the same with a decay of each channel, as in Kimi Linear.
-    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3; latent_nope:
-    # without position embedding, as in Kimi Linear. mamba2: a state without attention, as in Granite 4. full_mamba2:
-    # full and mamba2 of the same input, whose outputs are added, as in Falcon-H1. none: a feed-forward block only.
+    # attention to the last `attention.window` tokens. nope: as full, without position embedding. gated_delta_net:
+    # linear attention with a state, as in Qwen 3.5. kimi_delta: the same with a decay of each channel, as in Kimi
+    # Linear. latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3;
+    # latent_nope: without position embedding, as in Kimi Linear. mamba2: a state without attention, as in Granite 4.
+    # full_mamba2: full and mamba2 of the same input, whose outputs are added, as in Falcon-H1. none: a feed-forward
+    # block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -228,6 +229,7 @@ class ModelConfig(AttentionSettings):
     # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
     # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
+    attention: AttentionSettings = AttentionSettings()
     delta_net: DeltaNetConfig = DeltaNetConfig()
     kda: KdaConfig = KdaConfig()
     experts: ExpertsConfig = ExpertsConfig()
@@ -238,7 +240,7 @@ class ModelConfig(AttentionSettings):
     @property
     def rotated_dim(self) -> int:
         """Dimensions of a head that RoPE rotates."""
-        return round(self.head_dim * self.rope.fraction)
+        return round(self.attention.head_dim * self.rope.fraction)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -310,19 +312,20 @@ class ModelConfig(AttentionSettings):
 
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
-        return self.window if self.attention_of(kind) == "sliding" else None
+        return self.attention.window if self.attention_of(kind) == "sliding" else None
 
     def of_kind(self, kind: str) -> "LayerConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind."""
         own = next(
             (vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]()
         )
-        sizes = {
-            name: size
-            for name, size in own.items()
-            if name not in ("name", "attention", "feed_forward") and size
+        heads = {name: size for name, size in own.items() if name in vars(self.attention) and size}
+        settings: dict[str, Any] = {
+            **vars(self),
+            "attention": dataclasses.replace(self.attention, **heads),
+            "ffn_dim": own.get("ffn_dim") or self.ffn_dim,
+            "feed_forward": "",
         }
-        settings: dict[str, Any] = {**vars(self), **sizes, "feed_forward": ""}
         settings["mixers"] = mixers = mixers_by_layer_kind()[self.attention_of(kind)]
         norms = (self.by_path[MIXERS[name].norm_setting] for name in mixers)
         settings["norm_placement"] = next(norms, "") or self.norm_placement
@@ -514,12 +517,12 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _fraction_problems(model: ModelConfig) -> Iterator[str]:
-    rotated = round(model.head_dim * model.rope.fraction, 6)  # fractions such as 64 / 192
+    rotated = round(model.attention.head_dim * model.rope.fraction, 6)  # fractions such as 64 / 192
     # their base has the exponent d / (d - 2)
     smallest = 4 if model.rope.scaling in ("ntk", "dynamic_ntk") else 2
     if rotated % 2 or rotated < smallest:
         yield (
-            f"config.model.rope.fraction={model.rope.fraction} of head_dim={model.head_dim} gives {rotated:g}"
+            f"config.model.rope.fraction={model.rope.fraction} of head_dim={model.attention.head_dim} gives {rotated:g}"
             f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope.fraction"
         )
 

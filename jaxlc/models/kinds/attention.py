@@ -70,8 +70,8 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
     ):
         super().__init__(model, keys, fp8, lora, projections)
         # Attention divides its logits by sqrt(head_dim).
-        scale_dim = model.query_scale_dim or model.head_dim
-        self.query_multiplier = (model.head_dim / scale_dim) ** 0.5
+        scale_dim = model.attention.query_scale_dim or model.attention.head_dim
+        self.query_multiplier = (model.attention.head_dim / scale_dim) ** 0.5
         self.query_scale = functools.partial(query_scale, model) if model.rope.query_beta else None
 
     def operands(
@@ -132,7 +132,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             settings,
             on.mesh,
             tiles=on.num_tiles,
-            num_kv_heads=on.model.num_kv_heads,
+            num_kv_heads=on.model.attention.num_kv_heads,
             window=on.window,
             shared_prefixes=settings.shared_prefixes,
         )
@@ -156,7 +156,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
     ) -> "KV":
         num_tokens, num_heads = on.window or layout.max_tokens, _num_cached_heads(on)
-        shape = batch_size, num_layers, num_tokens, num_heads, on.model.head_dim
+        shape = batch_size, num_layers, num_tokens, num_heads, on.model.attention.head_dim
         array = jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(on.mesh, kv_spec(on.window))
         )
@@ -187,21 +187,30 @@ class Attention(SoftmaxAttention):
         lora: LoraConfig | None = None,
     ):
         super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
-        D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
-        self.multipliers = (("attention_projected", model.attention_output_multiplier),)
+        D, N, K, H = (
+            model.model_dim,
+            model.attention.num_heads,
+            model.attention.num_kv_heads,
+            model.attention.head_dim,
+        )
+        self.multipliers = (("attention_projected", model.attention.output_multiplier),)
         weights = mixer_matrices(model)
         self.wq = weight(keys, weights["wq"])  # with a gate: first q, then the gate
         self.wk = weight(keys, weights["wk"])
         self.wv = weight(keys, weights["wv"])
         self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
-        self.bq = bias_vector(heads=N, bias=model.query_dim) if model.qkv_bias else None
-        self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
-        self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
-        self.bo = bias_vector(bias=D) if model.attention_out_bias else None
-        self.sinks = (
-            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
+        self.bq = (
+            bias_vector(heads=N, bias=model.attention.query_dim)
+            if model.attention.qkv_bias
+            else None
         )
-        self.has_gate = model.attention_gate
+        self.bk = bias_vector(kv_heads=K, bias=H) if model.attention.qkv_bias else None
+        self.bv = bias_vector(kv_heads=K, bias=H) if model.attention.qkv_bias else None
+        self.bo = bias_vector(bias=D) if model.attention.out_bias else None
+        self.sinks = (
+            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention.sinks else None
+        )
+        self.has_gate = model.attention.gate
         self.q_norm = _qk_norm(model, heads=N)
         self.k_norm = _qk_norm(model, kv_heads=K)
 
@@ -265,35 +274,39 @@ def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelecti
         config.attention,
         on.mesh,
         dtype=on.compute_dtype,
-        head_dim=on.model.head_dim,
+        head_dim=on.model.attention.head_dim,
         value_dim=value_dim,
         window=on.window,
         packed=config.attention.document_mask
         or (on.window is not None and config.memory.tile_tokens > 0),
         num_elements=num_sequences
         * num_tokens
-        * on.model.num_heads
+        * on.model.attention.num_heads
         // sizes[TENSOR]
-        * on.model.head_dim,
+        * on.model.attention.head_dim,
     )
 
 
 def _abstract_queries(on: KindOnMesh, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """q_BTNH; `shape` is [B, T]."""
-    return jax.ShapeDtypeStruct((*shape, on.model.num_heads, on.model.head_dim), on.compute_dtype)
+    return jax.ShapeDtypeStruct(
+        (*shape, on.model.attention.num_heads, on.model.attention.head_dim), on.compute_dtype
+    )
 
 
 def _num_cached_heads(on: KindOnMesh) -> int:
     """Key/value heads in the cache: repeated if the tensor axis is larger."""
-    return max(on.model.num_kv_heads, on.mesh.shape[TENSOR])
+    return max(on.model.attention.num_kv_heads, on.mesh.shape[TENSOR])
 
 
 def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     """The norm of queries or keys; `heads` has the name and size of the dimension of heads."""
-    if model.qk_norm == "none":
+    if model.attention.qk_norm == "none":
         return None
     dims = (
-        {"norm": model.head_dim} if model.qk_norm == "head" else {**heads, "norm": model.head_dim}
+        {"norm": model.attention.head_dim}
+        if model.attention.qk_norm == "head"
+        else {**heads, "norm": model.attention.head_dim}
     )
     return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, **dims)
 

@@ -61,7 +61,10 @@ class LatentAttention(SoftmaxAttention):
         self.wkv_up = weight(keys, weights["wkv_up"])
         self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
         self.rank = latent.rank
-        self.own_dim, self.value_dim = model.head_dim - model.rotated_dim, latent.value_dim
+        self.own_dim, self.value_dim = (
+            model.attention.head_dim - model.rotated_dim,
+            latent.value_dim,
+        )
         self.is_interleaved = latent.interleaved
 
     @jax.named_scope(scopes.ATTENTION)
@@ -160,7 +163,7 @@ class LatentAttention(SoftmaxAttention):
             del k_BTNH, v_BTNH, sinks_N
             latent_BTC, weights = latents
             if is_padded:
-                missing = on.model.head_dim - value_dim
+                missing = on.model.attention.head_dim - value_dim
                 weights = jax.tree.map(lambda x: _padded(x, missing) if x.ndim > 2 else x, weights)
             return sharded(q_BTNH, latent_BTC, weights, ranges)[0]
 

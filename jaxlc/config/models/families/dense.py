@@ -52,7 +52,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size /
     # num_attention_heads.
-    fields={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
+    fields={"attention_bias": "attention.qkv_bias", "mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
     required_values=dict(rope_interleaved=(False,)),  # in configs of SmolLM2
     irrelevant=frozenset({"is_llama_config"}),
@@ -83,7 +83,7 @@ def _write_masks(model: ModelConfig) -> dict[str, Any]:
     is_sliding = [kind == "sliding" for kind in model.kinds_of_layers]
     return dict(
         layer_types=["sliding_attention" if x else "full_attention" for x in is_sliding],
-        sliding_window=model.window or None,
+        sliding_window=model.attention.window or None,
     )
 
 
@@ -93,7 +93,7 @@ EXAONE4 = Family(
     layer_kinds=(frozenset({"full"}), frozenset({"sliding", "nope"}), frozenset({"sliding"})),
     read_kinds=_exaone4_read_kinds,
     write_kinds=_write_masks,
-    settings=dict(qk_norm="head", norm_placement="post"),
+    settings={"attention.qk_norm": "head", "norm_placement": "post"},
     defaults=dict(
         num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW, rms_norm_eps=1e-5
     ),
@@ -121,14 +121,14 @@ GEMMA3_TEXT = Family(
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
-    settings=dict(
-        qk_norm="head",
-        norm_placement="pre_and_post",
-        zero_centered_norm=True,
-        activation="gelu_tanh",
-        scale_embeddings=True,
-    ),
-    fields={"query_pre_attn_scalar": "query_scale_dim"},
+    settings={
+        "attention.qk_norm": "head",
+        "norm_placement": "pre_and_post",
+        "zero_centered_norm": True,
+        "activation": "gelu_tanh",
+        "scale_embeddings": True,
+    },
+    fields={"query_pre_attn_scalar": "attention.query_scale_dim"},
     defaults=dict(
         vocab_size=262_208,
         num_attention_heads=8,
@@ -160,20 +160,22 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 def _read_multiplier(config: Fields) -> dict[str, Any]:
     """Attention logits are multiplied by attention_multiplier, not divided by a root."""
-    return dict(query_scale_dim=config["attention_multiplier"] ** -2)
+    return {"attention.query_scale_dim": config["attention_multiplier"] ** -2}
 
 
 def _write_multiplier(model: ModelConfig) -> dict[str, Any]:
-    return dict(attention_multiplier=(model.query_scale_dim or model.head_dim) ** -0.5)
+    return dict(
+        attention_multiplier=(model.attention.query_scale_dim or model.attention.head_dim) ** -0.5
+    )
 
 
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     fields={
-        "attention_bias": "qkv_bias",
+        "attention_bias": "attention.qkv_bias",
         "mlp_bias": "mlp_bias",
-        "attention_multiplier": "query_scale_dim",  # converted by `_read_multiplier`
+        "attention_multiplier": "attention.query_scale_dim",  # converted by `_read_multiplier`
         **{name: name for name in _MULTIPLIERS},
     },
     read_settings=_read_multiplier,
@@ -196,7 +198,7 @@ def _mistral_read_kinds(config: Fields, default: int | None = _DEFAULT_WINDOW) -
 
 
 def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    return dict(sliding_window=model.window or None)
+    return dict(sliding_window=model.attention.window or None)
 
 
 MISTRAL = Family(
@@ -247,7 +249,7 @@ OLMO3 = Family(
         read_layer_types, default=("sliding", "sliding", "sliding", "full")
     ),
     write_kinds=write_layer_types,
-    settings=dict(qk_norm="projection", norm_placement="post"),
+    settings={"attention.qk_norm": "projection", "norm_placement": "post"},
     defaults=dict(
         num_key_value_heads=None,
         head_dim=None,
@@ -335,7 +337,7 @@ QWEN2 = Family(
     layer_kinds=_WINDOWS,
     read_kinds=_read_windows,
     write_kinds=_write_windows,
-    settings=dict(qkv_bias=True),
+    settings={"attention.qkv_bias": True},
     defaults=dict(num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(use_mrope=(False,)),
     irrelevant=_WINDOW_FIELDS,
@@ -348,8 +350,8 @@ QWEN3 = Family(
     layer_kinds=_WINDOWS,
     read_kinds=_read_windows,
     write_kinds=_write_windows,
-    settings=dict(qk_norm="head"),
-    fields={"attention_bias": "qkv_bias"},
+    settings={"attention.qk_norm": "head"},
+    fields={"attention_bias": "attention.qkv_bias"},
     defaults=dict(
         num_key_value_heads=32,
         head_dim=128,
@@ -379,8 +381,8 @@ SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     fields={
-        "attention_bias": "qkv_bias",
-        "attention_out_bias": "attention_out_bias",
+        "attention_bias": "attention.qkv_bias",
+        "attention_out_bias": "attention.out_bias",
         "mlp_bias": "mlp_bias",
     },
     defaults=dict(

@@ -57,9 +57,9 @@ QWEN3_MOE = Family(
     layer_kinds=(frozenset({"full"}), frozenset({"full", "dense"})),
     read_kinds=_read_kinds,
     write_kinds=write_dense_layers,
-    settings=dict(qk_norm="head"),
+    settings={"attention.qk_norm": "head"},
     fields={
-        "attention_bias": "qkv_bias",
+        "attention_bias": "attention.qkv_bias",
         "num_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
         "moe_intermediate_size": "experts.ffn_dim",
@@ -132,14 +132,14 @@ def write_first_dense(model: ModelConfig) -> dict[str, Any]:
 def _read_settings(config: Fields) -> dict[str, Any]:
     shared_ffn_dim = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
     return {
-        "qk_norm": "head" if config["use_qk_norm"] else "none",
+        "attention.qk_norm": "head" if config["use_qk_norm"] else "none",
         "experts.shared_ffn_dim": shared_ffn_dim,
     }
 
 
 def _write_settings(model: ModelConfig) -> dict[str, Any]:
     return dict(
-        use_qk_norm=model.qk_norm == "head",
+        use_qk_norm=model.attention.qk_norm == "head",
         n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
     )
 
@@ -153,10 +153,10 @@ GLM4_MOE = Family(
     settings={
         "experts.router": "sigmoid",
         "experts.choice_bias": True,
-        "attention_out_bias": False,
+        "attention.out_bias": False,
     },
     fields={
-        "attention_bias": "qkv_bias",
+        "attention_bias": "attention.qkv_bias",
         "n_routed_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
         "moe_intermediate_size": "experts.ffn_dim",
@@ -168,7 +168,7 @@ GLM4_MOE = Family(
     field_aliases={"num_local_experts": "n_routed_experts"},
     read_settings=_read_settings,
     write_settings=_write_settings,
-    varying=frozenset({"qk_norm", "experts.shared_ffn_dim"}),
+    varying=frozenset({"attention.qk_norm", "experts.shared_ffn_dim"}),
     defaults=dict(
         num_key_value_heads=8,
         attention_bias=False,
@@ -212,7 +212,7 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     read_kinds=_minimax_m2_read_kinds,
     settings={
-        "qk_norm": "projection",
+        "attention.qk_norm": "projection",
         "experts.router": "sigmoid",
         "experts.choice_bias": True,
         "experts.renormalize": True,
@@ -266,13 +266,13 @@ GPT_OSS = Family(
     read_kinds=functools.partial(read_layer_types, default=("sliding", "full")),
     write_kinds=write_layer_types,
     settings={
-        "attention_sinks": True,
+        "attention.sinks": True,
         "activation": "clamped_swiglu",
         "experts.router": "topk_softmax",
         "experts.bias": True,
     },
     fields={
-        "attention_bias": "qkv_bias",
+        "attention_bias": "attention.qkv_bias",
         "num_local_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
         "intermediate_size": "experts.ffn_dim",

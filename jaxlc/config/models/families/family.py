@@ -19,12 +19,19 @@ Fields = Mapping[str, Any]  # the content of config.json
 COMMON_SETTINGS: dict[str, Any] = {
     path: value
     for path, value in flattened(defaults_of(ModelConfig)).items()
-    if path in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
+    if path
+    in (
+        "attention.qk_norm",
+        "norm_placement",
+        "zero_centered_norm",
+        "activation",
+        "scale_embeddings",
+    )
     or path in ("mlp_bias", "logits_scaling", "mamba2.norm")
     or path.endswith("_multiplier")
     or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
     or path == "experts.latent_dim"
-    or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
+    or path in tuple(f"attention.{name}" for name in ("qkv_bias", "out_bias", "sinks", "gate"))
     or path
     in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
 }
@@ -82,7 +89,7 @@ def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     """The fields layer_types and sliding_window."""
     return dict(
         layer_types=[LAYER_TYPES[kind] for kind in model.kinds_of_layers],
-        sliding_window=model.window or None,
+        sliding_window=model.attention.window or None,
     )
 
 
@@ -113,8 +120,8 @@ class Family:
     write_kinds: Callable[[ModelConfig], dict[str, Any]] = nothing
     # those of COMMON_SETTINGS that differ from it
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and
-    # attention_out_bias.
+    # More fields of config.json -> ModelConfig. attention_bias stands for attention.qkv_bias
+    # and attention.out_bias.
     fields: Mapping[str, str] = field(default_factory=dict)
     # Settings that several fields give, or fields of another form; and these fields of a model.
     read_settings: Callable[[Fields], dict[str, Any]] = nothing
@@ -227,8 +234,8 @@ class Family:
         """Whether the field attention_bias is that of all projections of attention; otherwise, not
         of the output.
         """
-        own = {*self.settings, *self.fields}
-        return "attention_bias" in self.fields and "attention_out_bias" not in own
+        own = {*self.settings, *self.fields.values()}
+        return "attention_bias" in self.fields and "attention.out_bias" not in own
 
     @property
     def has_dense_layers(self) -> bool:
@@ -242,17 +249,19 @@ class Family:
         if config.json has one.
         """
         settings, by_path = {**COMMON_SETTINGS, **self.settings}, model.by_path
-        if self.has_one_attention_bias and model.qkv_bias == model.attention_out_bias:
-            settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
+        if self.has_one_attention_bias and model.attention.qkv_bias == model.attention.out_bias:
+            settings |= dict.fromkeys(
+                ("attention.qkv_bias", "attention.out_bias"), model.attention.qkv_bias
+            )
         elif "attention_bias" in self.fields and not self.has_one_attention_bias:
-            settings |= dict(qkv_bias=model.qkv_bias)
+            settings["attention.qkv_bias"] = model.attention.qkv_bias
         settings |= {name: by_path[name] for name in self.varying}
-        given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"qkv_bias"}
+        given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"attention.qkv_bias"}
         settings |= {name: by_path[name] for name in given}
         has_settings = all(by_path[name] == value for name, value in settings.items())
         has_scale = (
-            model.query_scale_dim in (0, model.head_dim)
-            or "query_scale_dim" in self.fields.values()
+            model.attention.query_scale_dim in (0, model.attention.head_dim)
+            or "attention.query_scale_dim" in self.fields.values()
         )
         has_query_scale = not model.rope.query_beta or ("llama_4_scaling_beta" in self.defaults)
         has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {

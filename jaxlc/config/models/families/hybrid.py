@@ -43,9 +43,9 @@ QWEN3_5_TEXT = Family(
     layer_kinds=kind_sets("gated_delta_net", "full"),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
-    settings=dict(qk_norm="head", zero_centered_norm=True, attention_gate=True),
+    settings={"attention.qk_norm": "head", "attention.gate": True, "zero_centered_norm": True},
     fields={
-        "attention_bias": "qkv_bias",
+        "attention_bias": "attention.qkv_bias",
         "linear_num_key_heads": "delta_net.key_heads",
         "linear_num_value_heads": "delta_net.value_heads",
         "linear_key_head_dim": "delta_net.key_dim",
@@ -185,7 +185,7 @@ OLMO_HYBRID = Family(
     read_kinds=_olmo_hybrid_read_kinds,
     write_kinds=_write_kinds,
     settings={
-        "qk_norm": "projection",
+        "attention.qk_norm": "projection",
         "norm_placement": "post",
         "delta_net.norm_placement": "pre",
         # a constant of the model, which rms_norm_eps does not change

@@ -31,7 +31,7 @@ def _read_settings(config: Fields) -> dict[str, Any]:
     rotated_dim, own_dim = (config[f"qk_{part}_head_dim"] or 0 for part in ("rope", "nope"))
     head_dim = own_dim + rotated_dim
     return {
-        "head_dim": head_dim,
+        "attention.head_dim": head_dim,
         "rope.fraction": rotated_dim / (head_dim or 1),
         "latent.query_rank": config["q_lora_rank"] or 0,
         "latent.interleaved": bool(config.get("rope_interleave", True)),
@@ -45,7 +45,7 @@ def _read_settings(config: Fields) -> dict[str, Any]:
 def _write_settings(model: ModelConfig) -> dict[str, Any]:
     return dict(
         qk_rope_head_dim=model.rotated_dim,
-        qk_nope_head_dim=model.head_dim - model.rotated_dim,
+        qk_nope_head_dim=model.attention.head_dim - model.rotated_dim,
         q_lora_rank=model.latent.query_rank or None,
         rope_interleave=model.latent.interleaved,
         n_group=model.experts.groups,
@@ -95,7 +95,7 @@ DEEPSEEK_V3 = Family(
     write_settings=_write_settings,
     varying=frozenset(
         {
-            *("head_dim", "rope.fraction", "latent.query_rank", "latent.interleaved"),
+            *("attention.head_dim", "rope.fraction", "latent.query_rank", "latent.interleaved"),
             *("experts.groups", "experts.groups_per_token", "experts.shared_ffn_dim"),
         }
     ),

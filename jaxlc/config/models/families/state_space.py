@@ -202,8 +202,8 @@ def _falcon_read_settings(config: Fields) -> dict[str, Any]:
     settings = {
         **_read_mamba(config, config["mamba_d_ssm"]),
         "logits_scaling": 1 / config["lm_head_multiplier"],
-        "query_scale_dim": head_dim * (into**2 * key) ** -2,
-        "attention_output_multiplier": into * config["attention_out_multiplier"],
+        "attention.query_scale_dim": head_dim * (into**2 * key) ** -2,
+        "attention.output_multiplier": into * config["attention_out_multiplier"],
         "mamba2.norm": order if config["mamba_rms_norm"] else "none",
     }
     for name, factor in dict(mlp_multipliers=1.0, ssm_multipliers=state).items():
@@ -220,7 +220,10 @@ def _falcon_write_settings(model: ModelConfig) -> dict[str, Any]:
     return dict(
         **_write_step_limit(model),
         lm_head_multiplier=1 / model.logits_scaling,
-        key_multiplier=(model.head_dim / (model.query_scale_dim or model.head_dim)) ** 0.5,
+        key_multiplier=(
+            model.attention.head_dim / (model.attention.query_scale_dim or model.attention.head_dim)
+        )
+        ** 0.5,
         **{name: [model.by_path[x] for x in settings] for name, settings in _FALCON_LISTS.items()},
         mamba_d_ssm=mamba.heads * mamba.head_dim,
         mamba_rms_norm=mamba.norm != "none",
@@ -232,8 +235,8 @@ _FALCON_MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
     # converted by `_falcon_read_settings`, as are the next two
     "lm_head_multiplier": "logits_scaling",
-    "key_multiplier": "query_scale_dim",
-    "attention_out_multiplier": "attention_output_multiplier",
+    "key_multiplier": "attention.query_scale_dim",
+    "attention_out_multiplier": "attention.output_multiplier",
     "ssm_out_multiplier": "mamba2.output_multiplier",
 }
 
@@ -384,7 +387,7 @@ NEMOTRON_H = Family(
     ),
     field_aliases={
         "layers_block_type": "layer_types",
-        "attention_head_dim": "head_dim",
+        "attention_head_dim": "attention.head_dim",
         "num_local_experts": "n_routed_experts",
     },
     multimodal_prefixes={"backbone.": "model."},
