@@ -261,6 +261,34 @@ def test_adapters_are_loaded_and_those_that_contradict_raise_with_all_values(tmp
             read_adapters(config, abstract)
 
 
+def test_gate_and_up_share_the_adapter_that_peft_gives_their_parameter(tmp_path):
+    """lora_A [experts rank, in] is that of both, and lora_B [out, rank experts] has the outputs of
+    both in turn."""
+    run = _Run(tmp_path, "gpt_oss", ("expert_gate", "expert_up"))
+    config, abstract = _adapters_of(run, tmp_path / "adapters")
+    settings, files = (
+        tmp_path / "adapters" / name
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    )
+    fields = json.loads(settings.read_text()) | dict(rank_pattern={}, alpha_pattern={})
+    settings.write_text(json.dumps(fields))
+    tensors, rng = load_file(files), np.random.default_rng(0)
+    for name, x in tensors.items():
+        sizes = (len(x) // 2, x.shape[1]) if "lora_A" in name else (len(x), x.shape[1] // 2)
+        tensors[name] = rng.normal(size=sizes).astype(np.float32)
+    save_file(tensors, files)
+    found = read_adapters(config, abstract)
+    num_experts = config.model.experts.num_experts
+    (stack, (layer, *_)), *_ = config.model.layer_stacks.items()
+    module = f"base_model.model.model.layers.{layer}.mlp.experts"
+    a_EIr = tensors[f"{module}.lora_A.weight"].reshape(num_experts, RANK, -1).swapaxes(1, 2)
+    b_OrE = tensors[f"{module}.lora_B.weight"].reshape(-1, RANK, num_experts)
+    for first, part in enumerate(("expert_gate", "expert_up")):
+        a, b = (found["/".join((*stack, "mlp/lora", part, x))] for x in "ab")
+        np.testing.assert_array_equal(a[0], a_EIr)
+        np.testing.assert_array_equal(b[0], b_OrE[first::2].transpose(2, 1, 0))
+
+
 def test_rows_of_a_projection_that_the_config_does_not_name_raise(tmp_path):
     """Of a module of several projections, to which peft gives one adapter."""
     run = _Run(tmp_path, "qwen3_next", ("value", "delta_decay"))
