@@ -532,6 +532,8 @@ def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
         means |= dict(
             reward=np.mean(rewards),
             reward_deviation=np.std(rewards),
+            reward_p10=np.quantile(rewards, 0.1),
+            reward_p90=np.quantile(rewards, 0.9),
             reward_min=min(rewards),
             reward_max=max(rewards),
         )

@@ -92,27 +92,17 @@ def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):
     assert save(optimizer_figure([dict(step=1, loss=3.0)]), tmp_path / "empty.png")[0] > 800
 
 
-def test_reward_figure_shows_what_differs_within_the_range_of_the_rewards():
-    """A reward of 0 or 1: its mean plus the standard deviation may be above 1."""
-    means = np.linspace(0.1, 0.9, 9)
-    row = dict(
-        ratio=1.0,
-        **{"rollouts/reward_min": 0.0, "rollouts/reward_max": 1.0, "rollouts/policy_age": 0.0},
-    )
+def test_reward_figure_shows_quantiles_and_what_differs():
+    row = {"ratio": 1.0, "rollouts/policy_age": 0.0, "rollouts/reward_p10": 0.0}
     rows = [
-        row
-        | {
-            "step": step,
-            "rollouts/reward": mean,
-            "rollouts/reward_deviation": np.sqrt(mean * (1 - mean)),
-        }
-        for step, mean in enumerate(means)
+        row | {"step": step, "rollouts/reward": mean, "rollouts/reward_p90": 2 * mean}
+        for step, mean in enumerate(np.linspace(0.1, 0.4, 9))
     ]
     rows = [row | {"rollouts/answer_tokens": 2.9 + 0.1 * (row["step"] % 2)} for row in rows]
     figure = reward_figure(rows)
     rewards, tokens = figure.axes
     (band,) = rewards.collections
-    assert band.get_datalim(rewards.transData).intervaly.tolist() == [0.0, 1.0]
+    assert band.get_datalim(rewards.transData).intervaly.tolist() == [0.0, 0.8]
     low, high = tokens.get_ylim()
     assert tokens.get_ylabel() == "tokens of an answer" and 2.8 < low < high < 3.1
     assert "ratio 1" in rewards.get_title(loc="left") and "age in steps 0" in rewards.get_title(
@@ -127,13 +117,23 @@ def test_lines_of_a_figure_differ():
 
 def test_figure_without_interval_has_no_legend_for_it():
     for num_documents, labels in ((40, 2), (3, 1)):
-        (axes, _) = loss_by_position_figure(
+        axes = loss_by_position_figure(
             evaluation(512, lambda positions: 2.0 + 0 * positions, num_documents)
-        ).axes
+        ).axes[0]
         texts = [text.get_text() for text in axes.get_legend().get_texts()]
         assert len(texts) == labels and ("95% interval, bootstrap over documents" in texts) == (
             num_documents == 40
         )
+
+
+def test_loss_by_position_figure_has_no_panel_of_equal_numbers_of_documents(tmp_path):
+    edges = position_edges(4096)
+    losses, weight = np.full((8, len(edges) - 1), 2.0), np.tile(np.diff(edges), (8, 1))
+    equal = documents_evaluation(edges, losses, weight.astype(np.float64))
+    figure = loss_by_position_figure(with_gain(equal, 0.1))
+    assert save(figure, tmp_path / "position.png")[0] > 800
+    assert [len(axes.patches) for axes in figure.axes] == [0, 0]
+    assert all("earlier tokens" in axes.get_xlabel() for axes in figure.axes)
 
 
 def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):

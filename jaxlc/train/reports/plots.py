@@ -47,8 +47,9 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
 
 
 def reward_figure(rows: Sequence[Row]) -> Figure:
-    """Mean reward of the rollouts with its standard deviation, mean tokens of their answers, the
-    ratio of new to old probabilities, and the age of the policy that made the rollouts, over steps.
+    """Mean reward of the rollouts between its 10% and 90% quantiles, mean tokens of their answers,
+    the ratio of new to old probabilities, and the age of the policy that made the rollouts, over
+    steps.
 
     Args:
       rows: of metrics.jsonl.
@@ -61,12 +62,9 @@ def reward_figure(rows: Sequence[Row]) -> Figure:
     if any("rollouts/policy_age" in row for row in rows):
         labels["rollouts/policy_age"] = "age in steps"
     figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
-    steps, rewards = history.column("rollouts/reward")
-    deviations = history.column("rollouts/reward_deviation")[1]
-    lowest = history.column("rollouts/reward_min")[1].min()
-    highest = history.column("rollouts/reward_max")[1].max()
-    low, high = np.maximum(rewards - deviations, lowest), np.minimum(rewards + deviations, highest)
-    panels[0].fill_between(steps, low, high, color=FAINT, label="mean and standard deviation")
+    steps, low = history.column("rollouts/reward_p10")
+    high = history.column("rollouts/reward_p90")[1]
+    panels[0].fill_between(steps, low, high, color=FAINT, label="10% to 90% of the rewards")
     figure.legend(loc="outside lower right", frameon=False)
     return figure
 
@@ -150,32 +148,34 @@ def loss_by_position_figure(evaluation: Evaluation) -> Figure:
     """Held-out loss against the number of earlier tokens of the same document in the sequence.
 
     The band is the 95% interval of the mean, of a bootstrap over documents; means over fewer than 5
-    documents have none and are hollow points. The bars show the number of documents per point. A
-    second panel shows the gain of full context over the last 256 to 511 tokens, if it was
-    evaluated.
+    documents have none and are hollow points. The bars show the number of documents per point, if
+    it differs. A second panel shows the gain of full context over the last 256 to 511 tokens, if it
+    was evaluated.
     """
     gain = evaluation.context_gain
-    figure = new_figure(7.5 if gain is None else 10.4, 4.8, dpi=150)
+    columns = evaluation.by_position()
+    num_rows = 1 if len(set(columns["documents"])) == 1 else 2
+    figure = new_figure(7.5 if gain is None else 10.4, 4.0 + 0.4 * num_rows, dpi=150)
     figure.get_layout_engine().set(hspace=0.02)
     panels = figure.subplots(
-        2,
+        num_rows,
         1 if gain is None else 2,
         sharex="col",
         squeeze=False,
-        height_ratios=(5, 1),
+        height_ratios=(5, 1)[:num_rows],
         width_ratios=None if gain is None else (3, 2),
     )
-    axes, below = panels[:, 0]
-    columns = evaluation.by_position()
+    axes, below = panels[0, 0], panels[-1, 0]
     _draw_means(axes, below, columns, columns["loss"], BLUE)
     axes.set_ylabel("held-out loss, nats per token")
     axes.set_title("Held-out loss by position in the document", loc="left", fontsize=11)
     below.set_xlabel("earlier tokens of the same document in the sequence")
-    below.set_ylabel("documents")
+    if below is not axes:
+        below.set_ylabel("documents")
     if len(columns["loss"]):
         _show_zero(below, columns["last_position"][-1] + 0.5)
     if gain is not None:
-        _draw_gain(*panels[:, 1], gain)
+        _draw_gain(panels[0, 1], panels[-1, 1], gain)
     for panel in panels.flat:
         style_axes(panel, grid="y")
     return figure
@@ -208,7 +208,7 @@ def _draw_means(
     axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str
 ) -> None:
     """Draws one point per bin with its band in `axes`, and the number of documents as bars in
-    `below`.
+    `below`, if that is another panel.
     """
     first, last = columns["first_position"], columns["last_position"]
     documents, low, high = columns["documents"], columns["low"], columns["high"]
@@ -238,6 +238,8 @@ def _draw_means(
     limits = _limits(mean, low, high)
     if limits is not None:
         axes.set_ylim(*limits)
+    if below is axes:
+        return
     below.bar(
         left,
         documents,
