@@ -17,6 +17,7 @@ from jaxlc.config.models import hub
 from jaxlc.config.values import range_problems
 from jaxlc.core.errors import UserError, checked, raise_first
 from jaxlc.core.files import local_path
+from jaxlc.core.text import progress_lines
 from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
 from jaxlc.evals.predictions import ScoreRow
 from jaxlc.generation.generate_text import generate_text
@@ -279,17 +280,19 @@ def export(
     workdir, out = local_path(workdir), local_path(out)
     start_runtime(RuntimeConfig(num_processes=1))
     step = existing_step(workdir / CHECKPOINTS_DIRECTORY, step)
-    target = to_huggingface.export(
-        workdir,
-        out,
-        step=step,
-        dtype=dtype,
-        max_shard_gb=max_shard_gb,
-        adapters=adapters,
-        text_only=text_only,
-        base_model=base,
-        load_params=lambda step: load(workdir, step=step, mesh={}).params,
-    )
+    with progress_lines("exporting") as progress:
+        target = to_huggingface.export(
+            workdir,
+            out,
+            step=step,
+            dtype=dtype,
+            max_shard_gb=max_shard_gb,
+            adapters=adapters,
+            text_only=text_only,
+            base_model=base,
+            load_params=lambda step: load(workdir, step=step, mesh={}).params,
+            progress=progress,
+        )
     if push_to_hub:
         to_huggingface.write_model_card(target, workdir, step, push_to_hub)
         hub.push(target, push_to_hub, f"Upload step {step} of a run of jaxlc")

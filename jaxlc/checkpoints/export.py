@@ -52,7 +52,7 @@ from jaxlc.config.models.pretrained import (
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import ADAPTER_FILE, local_path, write_errors_explained
-from jaxlc.core.text import print_to_stderr
+from jaxlc.core.text import Update, no_progress, print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import (
@@ -229,10 +229,12 @@ def export(
     text_only: bool,
     base_model: str,
     load_params: Callable[[int], Any],
+    progress: Update = no_progress,
 ) -> Path:
     """Writes a checkpoint; see `jaxlc.export`.
 
-    `load_params` returns all parameters of a step, for checkpoints without the frozen ones.
+    `load_params` returns all parameters of a step, for checkpoints without the frozen ones; `progress`
+    is called with the number of parameters done and in total.
     """
     workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
@@ -284,7 +286,7 @@ def export(
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
                 shard_bytes = int(max_shard_gb * 1e9)
                 weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model, in_mxfp4
-                _write_weights(config, family, params, partial, *weights)
+                _write_weights(config, family, params, partial, *weights, progress)
             if target.is_dir():
                 target.rmdir()
             partial.rename(target)
@@ -426,6 +428,7 @@ def _write_weights(
     record: Mapping[str, Any],
     base_model: str,
     in_mxfp4: Set[str],
+    progress: Update,
 ) -> None:
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
     tensors, after those of `record`.
@@ -474,9 +477,12 @@ def _write_weights(
     ) as files:
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
-        paths = list(abstract)
+        paths, num_done = list(abstract), 0
+        num_params = sum(x.size for x in abstract.values())
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
+                num_done += abstract[path].size
+                progress(num_done, num_params)
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 if path in in_mxfp4:
                     _write_mxfp4(files, layout, array)

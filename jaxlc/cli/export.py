@@ -17,7 +17,6 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.values import Above0
-from jaxlc.core.text import progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,7 @@ class Flags(VerbFlags):
 
 def _export(command: ParsedCommand[Flags]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with progress_lines("exporting"):
-        target = jaxlc.export(**vars(command.flags))
+    target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
     if command.flags.push_to_hub:
         print(f"uploaded to {command.flags.push_to_hub}")

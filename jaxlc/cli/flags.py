@@ -14,7 +14,7 @@ from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, Above0UpTo1, From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
-from jaxlc.core.text import progress_lines
+from jaxlc.core.text import print_to_stderr, progress_lines
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
@@ -107,27 +107,14 @@ def target_topology(topology: str, config: Config) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, lines
-    elsewhere.
-    """
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    disabled = not console.is_terminal
-    with (
-        Progress(*columns, console=console, transient=True, disable=disabled) as bars,
-        contextlib.ExitStack() as lines,
-    ):
-        task = bars.add_task("starting", total=None)
+    """Yields a function that shows what is compiled from its call on, on stderr."""
+    with contextlib.ExitStack() as lines:
+        lines.enter_context(progress_lines("starting"))
 
         def starting(description: str) -> None:
-            bars.reset(task, description=f"compiling {description}")
-            if disabled:
-                lines.close()  # of the program before
-                console.print(f"compiling {description} ...", markup=False)
-                lines.enter_context(progress_lines(f"compiling {description}"))
+            lines.close()  # of what was before
+            print_to_stderr(f"compiling {description} ...")
+            lines.enter_context(progress_lines(f"compiling {description}"))
 
         yield starting
 

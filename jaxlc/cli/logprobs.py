@@ -35,6 +35,7 @@ from jaxlc.core.files import (
     read_json_file,
     replacing,
 )
+from jaxlc.core.text import progress_lines
 
 _KEPT = "finished records are kept, and the same command resumes"
 
@@ -110,6 +111,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
         # Other processes than 0 compute the same records and write none.
         open(os.devnull if jax.process_index() else out, "a", encoding="utf-8") as file,
+        progress_lines("scoring records", is_shown=jax.process_index() == 0) as update,
     ):
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
@@ -119,8 +121,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
             values = dict(record.values) | _fields(scores, run, flags)
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
-            if num_records % 100 == 0:
-                print(f"{num_records:,} records", flush=True)
+            update(num_records - num_done, 0)
     for warning in encoder.notes.lines(str(source)):
         print(f"warning: {warning}", file=sys.stderr)
     print(

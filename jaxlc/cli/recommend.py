@@ -61,6 +61,7 @@ def recommend_stages(command: ParsedCommand[Flags], verb: str = "recommend") -> 
     Args:
       verb: of the command. `init` writes a file that does not depend on the given config, unless that has stages.
     """
+    start_seconds = time.monotonic()
     flags, stages, path = command.flags, command.stages, Path(command.flags.out)
     source, model = flags.config, flags.model or ""
     topology = target_topology(flags.topology, stages[0].config)
@@ -78,7 +79,7 @@ def recommend_stages(command: ParsedCommand[Flags], verb: str = "recommend") -> 
     roofline = from_file(flags.constants)
     points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
     results: list[Recommendation] = []
-    for stage in stages:
+    for number, stage in enumerate(stages, start=1):
         if flags.document_lengths:
             read_documents(stage.config, flags.document_lengths)  # raises an error
         # The devices raise an error here, rather than for every candidate, if the compiler is not
@@ -93,25 +94,22 @@ def recommend_stages(command: ParsedCommand[Flags], verb: str = "recommend") -> 
             goal=flags.goal,
             roofline=roofline,
             batch_size=flags.workers or default_num_workers(),
-            limit_seconds=60 * flags.search_minutes / len(stages),
+            end_seconds=start_seconds + 60 * flags.search_minutes * number / len(stages),
             log=log,
         )
         results.append(result)
         if stage.name:
             print(f"STAGE {stage.name}")
         print(page(result, flags.price_per_gpu_hour, roofline.pair_spread), end="\n\n")
-    best = [result.search.best[0] for result in results if result.search.best]
-    if len(best) < len(stages):
+    choices = [result.choice for result in results if result.choice]
+    if len(choices) < len(stages):
         return 1
-    configs = [  # with the sizes of memory pools that the steps need
-        with_settings(
-            stage.config, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0}
-        )
-        for stage, (candidate, row) in zip(stages, best)
+    configs = [
+        with_settings(stage.config, settings | {"runtime.simulated_devices": 0})
+        for stage, (settings, _) in zip(stages, choices)
     ]
     texts = (
-        ": ".join(filter(None, (stage.name, row_text(row))))
-        for stage, (_, row) in zip(stages, best)
+        ": ".join(filter(None, (stage.name, text))) for stage, (_, text) in zip(stages, choices)
     )
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
     kept = source if verb == "recommend" or stages[0].name else ""

@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import io
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -95,7 +96,17 @@ def no_progress(done: int, total: int) -> None:
 
 
 def print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line, in a terminal instead of a progress bar, which is then drawn below it."""
+    print(f"{_CLEAR * _is_terminal()}{line}", file=sys.stderr, flush=True)
+
+
+_CLEAR = "\r\x1b[K"  # the line of a terminal
+_SECONDS_BETWEEN_BARS = 0.5
+_bar = threading.Lock()  # a terminal has one progress bar at a time
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextlib.contextmanager
@@ -103,15 +114,17 @@ def progress_lines(
     what: str, *, is_shown: bool = True, log: Callable[[str], None] = print_to_stderr
 ) -> Iterator[Update]:
     """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is
-    shorter.
+    shorter. In a terminal it is a bar, of the outermost of such contexts.
 
-    A thread prints, so that a single long call has lines too: "WHAT: 0:20 so far".
+    A thread prints, so that a single long call has lines too: "WHAT: 0:20 so far". If the total is
+    0, it is unknown: "WHAT: 1,200 done, 0:20 so far".
 
     Args:
       is_shown: False: no lines, such as in all processes but one.
-      log: called in the thread with each line.
+      log: called in the thread with each line; by default they go to stderr.
     """
-    if not is_shown:
+    is_bar = log is print_to_stderr and _is_terminal()
+    if not is_shown or (is_bar and not _bar.acquire(blocking=False)):
         yield no_progress
         return
     start_seconds, is_over = time.monotonic(), threading.Event()
@@ -124,15 +137,19 @@ def progress_lines(
         progress[:] = done, total
 
     def report() -> None:
-        while not is_over.wait(SECONDS_BETWEEN_LINES):
+        while not is_over.wait(_SECONDS_BETWEEN_BARS if is_bar else SECONDS_BETWEEN_LINES):
             done, total = progress
             seconds = time.monotonic() - start_seconds
-            left = (
-                f"{done / total:.0%}, {duration_text(seconds * (total - done) / done)} left"
-                if done
-                else ""
-            )
-            log(f"{what}: {left or f'{duration_text(seconds)} so far'}")
+            text = f"{f'{done:,} done, ' if done else ''}{duration_text(seconds)} so far"
+            if done and total:
+                left = duration_text(seconds * (total - done) / done)
+                text = f"{done / total:.0%}, {left} left"
+            if is_bar:
+                bar = f"[{'#' * (20 * done // max(total, 1)):<20.20}] {what}: {text}"
+                width = shutil.get_terminal_size().columns - 1
+                print(f"{_CLEAR}{bar:.{width}}", end="", file=sys.stderr, flush=True)
+            else:
+                log(f"{what}: {text}")
 
     thread = threading.Thread(target=report, name="jaxlc-progress", daemon=True)
     thread.start()
@@ -141,6 +158,9 @@ def progress_lines(
     finally:
         is_over.set()
         thread.join()
+        if is_bar:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            _bar.release()
 
 
 # others are escaped, as in "\u2581"

@@ -7,6 +7,7 @@ token.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -383,7 +384,7 @@ class Generator:
           indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
-          shows_progress: print lines on stderr while long prompts are computed.
+          shows_progress: print lines on stderr while long prompts and answers are computed.
         Raises:
           UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
         """
@@ -402,15 +403,19 @@ class Generator:
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.prefill(progress))
         outputs = [Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts]
-        while True:
-            tokens_B, log_probs_B = batch.choose(logits_BV, sampling, indices_P)
-            for index, output in enumerate(outputs):
-                output.add(int(tokens_B[index]), float(log_probs_B[index]))
-                if stream and (text := output.take()):
-                    stream(index, text)
-            if all(output.finish_reason for output in outputs):
-                return [output.result(batch.experts(i)) for i, output in enumerate(outputs)]
-            logits_BV = batch.decode(tokens_B)
+        # a stream of texts shows that they are generated
+        with progress_lines("generating", is_shown=is_shown and stream is None) as progress:
+            for num_tokens in itertools.count(1):
+                tokens_B, log_probs_B = batch.choose(logits_BV, sampling, indices_P)
+                for index, output in enumerate(outputs):
+                    output.add(int(tokens_B[index]), float(log_probs_B[index]))
+                    if stream and (text := output.take()):
+                        stream(index, text)
+                if all(output.finish_reason for output in outputs):
+                    break
+                progress(num_tokens, max_tokens)
+                logits_BV = batch.decode(tokens_B)
+        return [output.result(batch.experts(i)) for i, output in enumerate(outputs)]
 
     def _checked(self, prompt: np.ndarray) -> np.ndarray:
         ids = np.asarray(prompt)

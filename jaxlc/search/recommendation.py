@@ -9,7 +9,7 @@ import itertools
 import re
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,12 @@ from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
-from jaxlc.core.text import duration_text, gib, progress_lines
+from jaxlc.core.text import gib, progress_lines
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
 from jaxlc.search.best_first import Candidate, Compile, Search
-from jaxlc.search.ranking import Ranking
+from jaxlc.search.ranking import Ranking, row_text
 from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings
 from jaxlc.simulate.interval import PAIR_SPREAD
@@ -119,6 +119,10 @@ _MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if noth
 _NUM_LENGTHS = 8  # the goal "longest" compiles the longest of these that fits
 LORA = {"lora.rank": 16}  # what is advised if only it fits
 _MARGIN = 0.5  # factor on a layer's working set, which is estimated roughly
+_NOT_COMPILED = (
+    "the best by the estimates; the time was over before a combination that fits was compiled. Run the same command"
+    " again with a larger --search_minutes, or `jaxlc plan` with the config file"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +132,23 @@ class Recommendation:
     base: Config
     gpus: Topology
     search: Search
+    # the time was over before one that fits was compiled: the best candidate by the estimates
+    estimated: Candidate | None = None
     longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
     # the fewest GPUs of this kind for the sequence; None: none that was tried
     larger: Topology | None = None
     reason: str = ""  # why no sequence fits
     fits_with_lora: bool = False
+
+    @property
+    def choice(self) -> tuple[Settings, str] | None:
+        """The recommended settings, with the sizes of memory pools that the step needs, and its
+        figures; None: nothing fits.
+        """
+        if self.search.best:
+            candidate, row = self.search.best[0]
+            return candidate.settings | row["pools"], row_text(row)
+        return self.estimated and (self.estimated.settings, "estimated, not compiled")
 
 
 def recommend(
@@ -143,7 +159,8 @@ def recommend(
     goal: str = "fastest",
     roofline: Roofline,
     batch_size: int = 1,
-    limit_seconds: float,
+    end_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
     log: Callable[[str], None] = lambda line: None,
 ) -> Recommendation:
     """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
@@ -153,35 +170,34 @@ def recommend(
 
     Args:
       batch_size: number of candidates in a call of `compile_candidates`.
-      limit_seconds: the search ends after this time, without candidates in progress, but not before one fits.
+      end_seconds: the search ends at this time of `clock`, without candidates in progress.
       log: called with lines that report progress.
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
     pool: list[Candidate] = []
+    is_over: IsOver = lambda rows: clock() >= end_seconds  # noqa: E731
     with progress_lines("estimating combinations", log=log):
         for part in topologies(goal, gpus):
             rates = Rates(part, roofline)
             for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-                pool += (
-                    x
-                    for x in candidates(config, rates, seq_len)
-                    if x.estimate.fits(part, working_ratio=0.0)
-                )
+                for candidate in candidates(config, rates, seq_len):
+                    if pool and is_over(()):
+                        break
+                    if candidate.estimate.fits(part, working_ratio=0.0):
+                        pool.append(candidate)
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
-    limit = duration_text(limit_seconds)
-    search.run(compile_candidates, _time_limit(search, limit_seconds, log), batch_size)
+    search.run(compile_candidates, is_over, batch_size)
     if search.num_left:
-        log(
-            f"stopped at the limit of {limit}, before the choice was certain; the same command resumes"
-        )
+        log("stopped at the time limit, before the choice was certain; the same command resumes")
     else:
         log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
-    if search.best:
-        return Recommendation(base=config, gpus=gpus, search=search)
+    if search.best or search.num_left:
+        first = None if search.best else search.pending()[0]
+        return Recommendation(base=config, gpus=gpus, search=search, estimated=first)
     ratio = search.working_ratio()
     rates, shorter = (
         Rates(gpus, roofline),
@@ -202,28 +218,6 @@ def recommend(
         reason=_reason(config, rates, lengths(gpus.num_gpus)[-1]) if longest is None else "",
         fits_with_lora=not config.lora.rank and _may_fit(lora, rates, seq_len, ratio),
     )
-
-
-def _time_limit(search: Search, limit_seconds: float, log: Callable[[str], None]) -> IsOver:
-    """Ends compilations after `limit_seconds`, but not before something fits: there would be no
-    result.
-    """
-    end_seconds, limit = time.monotonic() + limit_seconds, duration_text(limit_seconds)
-    lines = iter(
-        [
-            f"the limit of {limit} is over, but nothing that fits is compiled yet: the search ends when one is"
-        ]
-    )
-
-    def is_over(rows: Collection[Row]) -> bool:
-        if time.monotonic() < end_seconds:
-            return False
-        has_result = bool(search.best) or any(row.get("fits") for row in rows)
-        for line in () if has_result else lines:  # once
-            log(line)
-        return has_result
-
-    return is_over
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:
@@ -380,6 +374,9 @@ def page(
     goal, model = search.goal.replace("_", " "), model_name(vars(config.model))
     length = "longest sequence" if search.goal == "longest" else f"{config.data.seq_len:,} tokens"
     lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
+    if recommendation.estimated is not None:
+        name = space.name_of(recommendation.estimated.config)
+        return "\n".join([*lines, f"{name}: {_NOT_COMPILED}"])
     if not search.best:
         return "\n".join([*lines, *_nothing_fits(recommendation)])
     chosen = search.best[0][0].config

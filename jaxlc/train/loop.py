@@ -98,7 +98,7 @@ def allocate_host_memory(compiled: jax.stages.Compiled, mesh: Mesh, progress: Pr
     progress.log(f"allocating {gib(num_bytes)} GiB of pinned host memory per GPU ...")
     with (
         watchdog.phase("host memory", repeats=False),
-        progress.spinner("allocating pinned host memory"),
+        progress.progress_bar("allocating pinned host memory"),
     ):
         jax.block_until_ready(jitted_allocation(mesh, num_bytes)())
     progress.log(f"allocated pinned host memory in {time.perf_counter() - start_seconds:.1f} s")

@@ -4,6 +4,7 @@ from its workdir.
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -187,7 +188,8 @@ def load(
     config = _on_mesh(_with_existing_tokenizer(from_dict(meta["config"]), workdir), mesh)
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
-    params = restore_all_params(train_step, directory, step, meta)
+    with _reading(directory / str(step)):
+        params = restore_all_params(train_step, directory, step, meta)
     return Result(
         step=step,
         params=params,
@@ -197,6 +199,10 @@ def load(
         train_step=train_step,
         evaluate=lambda: _evaluate(train_step, params, meta["corpus"]),
     )
+
+
+def _reading(path: Path) -> AbstractContextManager[text.Update]:
+    return text.progress_lines(f"reading {displayed(path)}", is_shown=jax.process_index() == 0)
 
 
 def _load_huggingface(
@@ -211,7 +217,8 @@ def _load_huggingface(
     config = _on_mesh(config, mesh, is_run=False)
     tokenizer = data_sources.load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
-    params, _ = load_pretrained(train_step)
+    with _reading(directory) as update:
+        params, _ = load_pretrained(train_step, update)
     return Result(
         step=0,
         params=params,

@@ -117,7 +117,7 @@ class StageRun(Outputs):
         """
         self.checkpoints.wait()
         if jax.process_index() == 0:
-            with watchdog.phase("export", repeats=False), self.progress.spinner("exporting"):
+            with watchdog.phase("export", repeats=False), self.progress.progress_bar("exporting"):
                 export_for_rollouts(self.workdir, position.step, self.stage.config)
         return position
 
@@ -131,7 +131,7 @@ class StageRun(Outputs):
             position.step + 1,
         )
         if maker is not None and step <= self.stage.end_step:
-            with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
+            with watchdog.phase("generation"), self.progress.progress_bar("making rollouts"):
                 maker(position.state.params, step, sequences.path(step))
         sequences.need(step)
         return position
@@ -180,7 +180,7 @@ class StageRun(Outputs):
         if sampler.problem or is_known:
             return position
         texts, problem = dict[str, str](), ""
-        with watchdog.phase(SAMPLES), self.progress.spinner("generating samples"):
+        with watchdog.phase(SAMPLES), self.progress.progress_bar("generating samples"):
             try:
                 texts = sampler(position.state.params, self.workdir)
                 if jax.process_index() == 0:
@@ -206,7 +206,7 @@ class StageRun(Outputs):
             return position
         path = stage.data.source.train.path(step)
         path = path.with_suffix(f".heldout{path.suffix}")
-        with watchdog.phase("generation"), self.progress.spinner("evaluating rewards"):
+        with watchdog.phase("generation"), self.progress.progress_bar("evaluating rewards"):
             means = stage.rollout_maker.heldout(position.state.params, step, path)
         self.metrics.write(step=step, **{f"{HELDOUT_REWARD}/{x}": means[x] for x in means})
         self.checkpoints.add_evaluation(step, **{HELDOUT_REWARD: means["mean"]})
@@ -217,7 +217,7 @@ class StageRun(Outputs):
         and they are not known."""
         if self.stage.scorer is None or SCORES in self.checkpoints.evaluation(position.step):
             return position
-        with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
+        with watchdog.phase("scores"), self.progress.progress_bar("evaluating tasks"):
             scores = self.stage.scorer(
                 position.state.params, position.step, self.workdir, self.progress.log
             )

@@ -212,7 +212,8 @@ def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
 
 def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainState, dict] | None:
     """The state, with the frozen parameters, and the meta of the latest valid checkpoint."""
-    restored = outputs.checkpoints.restore_latest(functools.partial(restore_target, stages))
+    with outputs.progress.progress_bar("restoring the latest checkpoint"):
+        restored = outputs.checkpoints.restore_latest(functools.partial(restore_target, stages))
     if restored is None or BASE not in restored[1]:
         return restored
     (state, meta), step = restored, int(restored[0].step)
@@ -298,7 +299,8 @@ def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> T
         progress.log(line)
         if jax.process_index() == 0 and (line := keep_description(stage.config.model, workdir)):
             progress.log(line)
-    return stage.step.init(params)
+    with progress.progress_bar("initializing the training state"):
+        return stage.step.init(params)
 
 
 def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:

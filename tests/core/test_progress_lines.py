@@ -1,8 +1,7 @@
+import os
 import threading
 import time
 
-import jaxlc
-from jaxlc.cli import export
 from jaxlc.core import text
 
 
@@ -23,11 +22,34 @@ def test_progress_lines_appear_in_long_work_only(monkeypatch, capsys):
     assert len(lines) == num_lines <= 4
 
 
-def test_export_prints_lines_while_it_lasts(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(text, "SECONDS_BETWEEN_LINES", 0.05)
-    monkeypatch.setattr(jaxlc, "export", lambda **flags: time.sleep(0.12) or tmp_path)
-    assert export.main(["export", "runs/x", "out", "--adapters"]) == 0
-    assert "exporting: 0:00 so far" in capsys.readouterr().err
+def test_progress_of_unknown_total_has_the_number_done(monkeypatch):
+    monkeypatch.setattr(text, "SECONDS_BETWEEN_LINES", 0.02)
+    lines, is_printed = [], threading.Event()
+    log = lambda line: (lines.append(line), is_printed.set())  # noqa: E731
+    with text.progress_lines("scoring", log=log) as update:
+        update(1200, 0)
+        is_printed.wait(10)
+    assert lines[0] == "scoring: 1,200 done, 0:00 so far"
+
+
+def test_progress_in_terminal_is_one_bar_that_is_removed(monkeypatch, capsys):
+    is_drawn = threading.Event()
+    monkeypatch.setattr(text, "_is_terminal", lambda: True)
+    monkeypatch.setattr(text, "_SECONDS_BETWEEN_BARS", 0.02)
+    size = os.terminal_size((100, 24))
+    monkeypatch.setattr(text.shutil, "get_terminal_size", lambda: is_drawn.set() or size)
+    with text.progress_lines("reading") as update, text.progress_lines("compiling"):
+        update(1, 4)
+        is_drawn.wait(10)
+        text.print_to_stderr("a line")
+    out = capsys.readouterr().err
+    first, *_, last = out.split("\r\x1b[K")[1:]
+    assert first == "[#####               ] reading: 25%, 0:00 left" and last == ""
+    assert "a line\n" in out and "compiling" not in out
+    with text.progress_lines("exporting"):  # the terminal is free again
+        is_drawn.clear()
+        is_drawn.wait(10)
+    assert "exporting" in capsys.readouterr().err
 
 
 def test_time_left_starts_again_with_the_next_file(monkeypatch):

@@ -17,6 +17,7 @@ from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.text import no_progress
 from jaxlc.hf.adapters import read_adapters, write_adapters
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
@@ -70,7 +71,7 @@ class _Run:
         base.
         """
         shutil.copytree(self.base, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-        weights = "F32", 10**9, {}, "", frozenset()
+        weights = "F32", 10**9, {}, "", frozenset(), no_progress
         _write_weights(self.config, self.family, params or self, directory, *weights)
         return directory
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import result as plan_result
 from jaxlc.plan.program import host_pools_per_node_bytes
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
-from jaxlc.search import ranking, recommendation, runner, space
+from jaxlc.search import ranking, runner, space
 from jaxlc.search.analytic_cost import Estimate, Layout, Rates
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.ranking import Entry
@@ -37,6 +38,7 @@ from jaxlc.search.recommendation import (
     recommend,
     topologies,
 )
+from jaxlc.search.runner import STOPPED
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 from jaxlc.step.memory import pinned_bytes
@@ -132,7 +134,7 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_among_the_first():
         raise KeyboardInterrupt
 
     config = with_settings(load(read_config("64k:ring")), {"runtime.transport": "auto"})
-    options = dict(roofline=Roofline(), limit_seconds=1e9, batch_size=12)
+    options = dict(roofline=Roofline(), end_seconds=math.inf, batch_size=12)
     with pytest.raises(KeyboardInterrupt):
         recommend(config, topology("h100:1x8"), compile_candidates, **options)
     names = [space.name_of(candidate.config) for candidate in compiled]
@@ -151,7 +153,7 @@ def test_batch_that_no_mesh_divides_names_one_that_works():
     def search(settings):
         config = with_settings(small(), {"runtime.transport": "nccl", **settings})
         with contextlib.suppress(KeyboardInterrupt):
-            recommend(config, topology("h100:1x7"), stop, roofline=Roofline(), limit_seconds=1e9)
+            recommend(config, topology("h100:1x7"), stop, roofline=Roofline(), end_seconds=math.inf)
 
     def stop(candidates, is_over):
         raise KeyboardInterrupt
@@ -342,17 +344,41 @@ def test_search_limit_ends_it_after_first_fit():
     assert compiler.compiled == [1] and search.num_left == 1
 
 
-def test_time_limit_waits_for_a_first_fit_with_one_line(monkeypatch):
-    search, lines, now = Search("fastest", []), [], iter([0.0, 59.0, 60.0, 61.0, 62.0])
-    monkeypatch.setattr(recommendation.time, "monotonic", lambda: next(now))
-    is_over = recommendation._time_limit(search, 60.0, lines.append)
-    too_large, fitting = dict(status="done", fits=False), dict(status="done", fits=True)
-    assert (
-        not is_over([fitting])
-        and not is_over([])
-        and not is_over([dict(status="refused"), too_large])
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("compile_seconds", [60, 200])
+def test_search_ends_at_the_limit_also_without_a_result(compile_seconds):
+    """A limit of 100 s; estimates take one, and the first compilation ends before or after it."""
+    now, compiler = [0.0], StubCompiler(collections.defaultdict(lambda: (1.0, 10)))
+    is_compiled = compile_seconds < 100
+
+    def compile_candidates(candidates, is_over):
+        for _ in range(compile_seconds):
+            if is_over([]):
+                return [STOPPED] * len(candidates)
+            now[0] += 1
+        return compiler(candidates)
+
+    def log(line):
+        now[0] += "combinations" in line
+
+    config = load(base_config(None, dict(model="llama3.2-1b", seq_len="32K")))
+    gpus, options = topology("h100:1x2"), dict(roofline=Roofline(), end_seconds=100.0)
+    result = recommend(config, gpus, compile_candidates, **options, clock=lambda: now[0], log=log)
+    assert now[0] == 100 and len(result.search.rows) == len(compiler.compiled) == is_compiled
+    assert result.choice is not None and bool(result.search.best) == is_compiled
+    settings, figures = result.choice
+    assert ("not compiled" in figures) == (not is_compiled)
+    assert ("--search_minutes" in page(result, None)) == (not is_compiled)
+    assert settings["data.seq_len"] == 2**15
+
+
+@pytest.mark.gpu_compiler
+def test_estimates_end_at_the_limit():
+    config = load(base_config(None, dict(model="llama3.2-1b", seq_len="32K")))
+    result = recommend(
+        config, topology("h100:1x2"), StubCompiler({}), roofline=Roofline(), end_seconds=0.0
     )
-    assert is_over([too_large, fitting]) and len(lines) == 1 and "1:00" in lines[0]
+    assert len(result.search.candidates) == 1 and "not compiled" in result.choice[1]
 
 
 def test_page_names_what_the_estimate_cannot_order():
@@ -525,7 +551,13 @@ def recommend_longest(gpus):
         return [row([candidate])[0] for candidate in candidates]
 
     result = recommend(
-        config, gpus, compile_candidates, goal="longest", roofline=Roofline(), limit_seconds=0
+        config,
+        gpus,
+        compile_candidates,
+        goal="longest",
+        roofline=Roofline(),
+        end_seconds=1.0,
+        clock=lambda: float(bool(compiled)),
     )
     return result.search.best[0][1]["seq_len"], compiled
 
@@ -544,7 +576,7 @@ def test_recommend_nothing_fits_names_fewest_gpus():
     )
     too_large = StubCompiler(collections.defaultdict(lambda: (1.0, 200)))
     result = recommend(
-        config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1
+        config, topology("h100:1x1"), too_large, roofline=Roofline(), end_seconds=math.inf
     )
     text = page(result, None)
     assert "nothing fits" in text and "16 GPUs would do: --topology=h100:2x8" in text
@@ -555,7 +587,9 @@ def test_recommend_nothing_fits_names_fewest_gpus():
     )
     short = with_settings(config, {"data.seq_len": 2**15})
     refused = StubCompiler(collections.defaultdict(lambda: "too large"))
-    result = recommend(short, topology("h100:1x1"), refused, roofline=Roofline(), limit_seconds=1)
+    result = recommend(
+        short, topology("h100:1x1"), refused, roofline=Roofline(), end_seconds=math.inf
+    )
     assert "LoRA would fit: --config.lora.rank=16" in page(result, None)
     lora = with_settings(short, LORA)
     found = candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15)
@@ -569,7 +603,7 @@ def test_recommend_no_mesh_names_batch_that_works():
     with pytest.raises(
         UserError, match="global_batch_size=30 or 36, or --config.data.seq_len=130560 or 132096"
     ):
-        recommend(config, gpus, StubCompiler({}), roofline=Roofline(), limit_seconds=1)
+        recommend(config, gpus, StubCompiler({}), roofline=Roofline(), end_seconds=math.inf)
     for changed in ({"train.global_batch_size": 36}, {"data.seq_len": 132_096}):
         config = with_settings(config, changed)
         assert any(candidates(config, Rates(gpus, Roofline()), config.data.seq_len))

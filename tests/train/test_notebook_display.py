@@ -86,7 +86,7 @@ def test_display_without_text_makes_no_output(handle):
 CELL = """
 from jaxlc.train.reports.progress import Progress
 with Progress(peak_flops_per_second=None, is_primary=True) as progress:
-    with progress.compiling("the training step"), progress.spinner("waiting"):
+    with progress.compiling("the training step"), progress.progress_bar("waiting"):
         progress.log("a line")
     progress.start_stage("", 40, flops_per_step=1e9)
     for step in range(1, 41):

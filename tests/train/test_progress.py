@@ -93,13 +93,10 @@ def test_progress_to_pipe_prints_plain_text(capsys, monkeypatch):
 def test_progress_bar_without_terminal_prints_lines_of_long_work(monkeypatch):
     monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.02)
     progress, out = make_progress()
-    with progress, progress.spinner("compiling"), progress.progress_bar("evaluating") as update:
+    with progress, progress.progress_bar("evaluating") as update:
         update(1, 2)
         time.sleep(0.05)
-    assert (
-        out.getvalue().startswith("evaluating: 50%, 0:00 left\n")
-        and "compiling" not in out.getvalue()
-    )
+    assert out.getvalue().startswith("evaluating: 50%, 0:00 left\n")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -155,7 +152,7 @@ def test_progress_in_terminal_shows_live_line():
             progress._bars.refresh()
         progress.log("above the line")
         progress.update(step=10, **ROW)
-        with progress.spinner("evaluating"), progress.progress_bar("reading"):
+        with progress.progress_bar("evaluating"), progress.progress_bar("reading"):
             progress._bars.refresh()
     text = out.getvalue()
     assert "\x1b[" in text
@@ -170,7 +167,7 @@ def test_progress_in_terminal_shows_live_line():
     assert "compiling the training step ..." not in text  # the spinner shows it
 
 
-@pytest.mark.parametrize("section", ["compiling", "spinner", "progress_bar"])
+@pytest.mark.parametrize("section", ["compiling", "progress_bar"])
 def test_progress_with_error_raises_and_removes_bar(section):
     progress, out = make_progress(is_terminal=True)
     with progress, pytest.raises(ZeroDivisionError), getattr(progress, section)("something"):

@@ -5,7 +5,9 @@
 import functools
 import json
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -13,6 +15,7 @@ from urllib.parse import unquote
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import nearest_path, read_json_file, replacing
+from jaxlc.core.text import Update, progress_lines
 
 # config, tokenizer and chat template: some megabytes
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")
@@ -57,12 +60,18 @@ def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) ->
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
+        with _downloading(repo_id):
+            return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # of the package, of its HTTP client, and OSError
         raise UserError(
             f"cannot download {setting} {repo_id!r}: {_reason(error, 'model')}; or download the {what} elsewhere and"
             " pass its directory"
         ) from error
+
+
+def _downloading(repo_id: str) -> AbstractContextManager[Update]:
+    """Lines about the progress; in a terminal, the package has bars of its own."""
+    return progress_lines(f"downloading {repo_id}", is_shown=not sys.stderr.isatty())
 
 
 def _reason(error: Exception, kind: str) -> str:
@@ -179,18 +188,16 @@ def dataset_files(name: str, setting: str) -> list[tuple[str, Path]]:
 
     try:
         asked = asked._replace(revision=asked.commit())
-        paths = _paths_of(asked)
-        return [
-            (
-                path,
-                Path(
-                    huggingface_hub.hf_hub_download(
-                        asked.repo_id, path, repo_type="dataset", revision=asked.revision
-                    )
-                ),
-            )
-            for path in paths
-        ]
+        files = list[tuple[str, Path]]()
+        with _downloading(asked.repo_id) as update:
+            paths = _paths_of(asked)
+            for path in paths:
+                file = huggingface_hub.hf_hub_download(
+                    asked.repo_id, path, repo_type="dataset", revision=asked.revision
+                )
+                files.append((path, Path(file)))
+                update(len(files), len(paths))
+        return files
     except UserError as error:
         raise UserError(f"{setting} {name!r}: {error}") from error
     except Exception as error:  # as in `_download`

@@ -225,15 +225,6 @@ class Progress:
             )
 
     @contextmanager
-    def spinner(self, what: str) -> Iterator[None]:
-        """Shows a spinner with the elapsed time; prints nothing to a file."""
-        if not self._is_live and self._notebook is None:
-            yield
-            return
-        with self.progress_bar(what):
-            yield
-
-    @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
         """Progress, and permanent lines before and after: compilation may take minutes, also
         without a terminal.
