@@ -49,7 +49,7 @@ class Flags(NodeFlags):
     # 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
     document_lengths: str = ""
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
-    search_minutes: Above0[float] = 8.0  # time limit of the search
+    search_minutes: Above0[float] = 8.0  # time limit of the command
     # number of concurrent compilations; default: as many as cores and memory allow
     workers: From1[int] | None = None
     out: str = "recommended.py"  # config file to write

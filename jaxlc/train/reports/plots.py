@@ -47,9 +47,9 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
 
 
 def reward_figure(rows: Sequence[Row]) -> Figure:
-    """Mean reward of the rollouts between its 10% and 90% quantiles, mean tokens of their answers,
-    the ratio of new to old probabilities, and the age of the policy that made the rollouts, over
-    steps.
+    """Mean reward of the rollouts, with its 10% and 90% quantiles if these change, mean tokens of
+    their answers, the ratio of new to old probabilities, and the age of the policy that made the
+    rollouts, over steps.
 
     Args:
       rows: of metrics.jsonl.
@@ -64,8 +64,9 @@ def reward_figure(rows: Sequence[Row]) -> Figure:
     figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
     steps, low = history.column("rollouts/reward_p10")
     high = history.column("rollouts/reward_p90")[1]
-    panels[0].fill_between(steps, low, high, color=FAINT, label="10% to 90% of the rewards")
-    figure.legend(loc="outside lower right", frameon=False)
+    if np.ptp([low, high], axis=1).any():
+        panels[0].fill_between(steps, low, high, color=FAINT, label="10% to 90% of the rewards")
+        figure.legend(loc="outside lower right", frameon=False)
     return figure
 
 
