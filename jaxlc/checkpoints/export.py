@@ -234,7 +234,7 @@ def export(
     """Writes a checkpoint; see `jaxlc.export`.
 
     `load_params` returns all parameters of a step, for checkpoints without the frozen ones; `progress`
-    is called with the number of parameters done and in total.
+    is called with the bytes of parameters done and in total.
     """
     workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
@@ -477,12 +477,10 @@ def _write_weights(
     ) as files:
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
-        paths, num_done = list(abstract), 0
-        num_params = sum(x.size for x in abstract.values())
-        for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
+        paths, sizes = list(abstract), [x.size * x.dtype.itemsize for x in abstract.values()]
+        for group in groups_of(sizes):
+            progress(sum(sizes[: group[0]]), sum(sizes))
             for path, array in params.read([paths[index] for index in group]).items():
-                num_done += abstract[path].size
-                progress(num_done, num_params)
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 if path in in_mxfp4:
                     _write_mxfp4(files, layout, array)
