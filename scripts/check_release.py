@@ -28,7 +28,7 @@ EXTRAS = (
 )
 # the command of the quick start, with fewer and shorter steps
 TRAIN = (
-    "train", "--config=quickstart", "--config.data.sources=TEXT.md", "--config.data.eval_sources=TEXT.md",
+    "train", "--config=quickstart", "--config.data.sources=CHANGELOG.md", "--config.data.eval_sources=README.md",
     "--config.mesh.context=8", "--config.mesh.tensor=1", "--config.model.num_layers=1", "--workdir=runs/docs",
     "--config.train.steps=2", "--config.data.seq_len=512",
 )  # fmt: skip
@@ -66,7 +66,8 @@ def _check(wheel: Path, extra: str, directory: Path) -> str:
     """Installs and runs; returns "ok", or the last line of what failed."""
     venv.create(directory / "environment", with_pip=True)
     programs = directory / "environment" / "bin"
-    (directory / "TEXT.md").write_text((ROOT / "README.md").read_text())
+    for name in ("README.md", "CHANGELOG.md"):
+        (directory / name).write_text((ROOT / name).read_text())
     requirement = f"{wheel}[{extra}]" if extra else str(wheel)
     for command in (
         [programs / "python", "-m", "pip", "install", "--quiet", requirement],

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -783,6 +784,14 @@ def test_command_small_model_writes_config_that_plans(tmp_path, monkeypatch, cap
     )
     flags = ["--config=base.py", "--topology=h100:1x2", "--workers=1", "--search_minutes=0.01"]
     arguments = ["recommend", *flags, "--config.mesh.tensor=1", "--price_per_gpu_hour=2"]
+    points, end_at_point = Path("runs/recommend_base/points.jsonl"), 1
+
+    def clock() -> float:
+        num_points = len(points.read_text().splitlines()) if points.exists() else 0
+        return math.inf if num_points >= end_at_point else 0.0
+
+    recommend_until = functools.partial(recommend, clock=clock)
+    monkeypatch.setattr("jaxlc.search.recommendation.recommend", recommend_until)
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "RECOMMENDATION, fastest" in captured.out and "cost per 1B" in captured.out
@@ -790,9 +799,10 @@ def test_command_small_model_writes_config_that_plans(tmp_path, monkeypatch, cap
     config = load(read_config("recommended.py"))
     assert config.mesh.num_devices == 2 and config.runtime.topology == "h100:1x2"
     assert config.model.num_layers == 2 and not config.attention.document_mask
-    assert len(Path("runs/recommend_base/points.jsonl").read_text().splitlines()) == 1
+    assert len(points.read_text().splitlines()) == 1
+    end_at_point = 2
     assert main(arguments) == 0  # the stored point, and the next one
-    assert len(Path("runs/recommend_base/points.jsonl").read_text().splitlines()) <= 2
+    assert len(points.read_text().splitlines()) <= 2
 
 
 INIT = [
