@@ -46,7 +46,7 @@ INCOMPLETE_CACHE_ENTRY = re.compile(
 PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
 
 # more than 20 CPU seconds
-HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}
+HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "qlora", "use_of_context"}
 
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.
@@ -105,6 +105,11 @@ SHORTER = {
         "steps=200": "steps=20",
         "checkpoint_every_steps=100": "checkpoint_every_steps=10",
         "StopBelow(1.5)": "StopBelow(2.9)",
+    },
+    "qlora": {
+        "config.train.eval_sequences = 1": "config.train.update(steps=2, eval_sequences=1)\n"
+        "config.data.update(seq_len=256, sources=(os.path.dirname(importlib.__file__),))\nconfig.model.num_layers = 1",
+        "max_tokens=48": "max_tokens=4",
     },
     "use_of_context": {
         "STEPS = (500, 200, 150)": "STEPS = (3, 2, 2)",

@@ -126,6 +126,7 @@ def test_experts_in_mxfp4_are_loaded_as_they_are_on_every_mesh(quantized):
     np.testing.assert_array_equal(params["layers/mlp/expert_up"].codes[1], up.reshape(8, 64, -1))
 
 
+@pytest.mark.full
 def test_experts_in_bf16_are_quantized_to_mxfp4_without_a_change(quantized, tmp_path):
     """If they were dequantized from it."""
     params, _ = load_pretrained(_frozen_step(quantized, {}))
