@@ -532,6 +532,12 @@ class DataConfig:
     # number of processes that tokenize a corpus of more than 64 MB; 0: one per CPU core.
     tokenizing_processes: int = 0
     prefetch_steps: int = 2  # number of batches prepared in advance; 0: none
+    # read data.sources, or a mixture of one source, in chunks during training, for a corpus larger than the disk. Files
+    # may also be URLs, such as s3://BUCKET/DIRECTORY; docs/data.md.
+    stream: bool = False
+    # largest size of a stream's chunks in data.cache_dir, for each process. A chunk has 32 to 64 MiB of text for each
+    # GiB of it.
+    stream_cache_gib: Above0[float] = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

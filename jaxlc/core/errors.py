@@ -68,6 +68,7 @@ class Unsupported(UserError, NotImplementedError):
 # Package -> the extra in pyproject.toml that installs it.
 EXTRAS = {
     "datasets": "hub-data",
+    "fsspec": "stream",
     "huggingface_hub": "hf",
     "jinja2": "hf",
     "lm_eval": "lm-eval",

@@ -223,9 +223,14 @@ def open_corpus(
     Raises:
       UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
+    if config.stream:
+        raise UserError(
+            "unsupported: config.data.stream where the whole corpus is read; use --config.data.stream=False and some of"
+            " its files"
+        )
     tokenizer = tokenizer or tokenizer_of(config)
     eval_files, _ = list_files(config.eval_sources, EVAL_SETTING)
-    opener = _StoreOpener(
+    opener = StoreOpener(
         config=config,
         tokenizer=tokenizer,
         vocab_size=vocab_size or tokenizer.vocab_size,
@@ -238,7 +243,7 @@ def open_corpus(
         configs = [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
     # Before anything is tokenized.
     files = [opener.files(source) for source in configs]
-    evaluated = _open_heldout(opener, eval_files) if eval_files else None
+    evaluated = open_heldout(opener, eval_files) if eval_files else None
     stores = [
         opener.open(listed, Fields.from_config(source)) for listed, source in zip(files, configs)
     ]
@@ -255,7 +260,7 @@ def open_corpus(
     else:
         heldout, heldout_identity = evaluated, evaluated.store.fingerprint
     described = [
-        (*_identity(source, total_share), store.fingerprint)
+        (*identity_of(source, total_share), store.fingerprint)
         for source, store in zip(configs, stores)
     ]
     identity = (
@@ -276,7 +281,7 @@ def open_corpus(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StoreOpener:
+class StoreOpener:
     """Lists the files of sources and opens their token stores."""
 
     config: DataConfig
@@ -293,7 +298,7 @@ class _StoreOpener:
         Raises:
           UserError: they do not exist, cannot contain enough tokens, or `phone-book` cannot be written.
         """
-        setting = _setting(source)
+        setting = setting_of(source)
         named = [
             str(phone_book_file(self.config)) if path == PHONE_BOOK else path
             for path in source.paths
@@ -328,7 +333,7 @@ class _StoreOpener:
 
 
 def _open_source(
-    opener: _StoreOpener,
+    opener: StoreOpener,
     source: SourceConfig,
     store: TokenStore,
     has_eval_sources: bool,
@@ -339,21 +344,11 @@ def _open_source(
     Raises:
       UserError: it selects no document, or has too few tokens.
     """
-    config, warnings, setting = opener.config, opener.warnings, _setting(source)
+    config, warnings, setting = opener.config, opener.warnings, setting_of(source)
     split = Split(store, np.arange(store.num_documents), np.empty(0, np.int64), 0)
     if not has_eval_sources:
         split = split_documents(store, config.eval_fraction, setting)
-    # Python's library has test files in other encodings
-    has_own_text = source.paths != (PYTHON_STDLIB,)
-    warnings += text_warnings(store, split, setting, has_own_text)
-    num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
-    rule = overlong_rule(source)
-    if num_overlong and rule != "cut":
-        warnings.append(
-            f"{setting}: documents longer than data.seq_len={config.seq_len}: {num_overlong:,} of"
-            f" {store.num_documents:,}; they are {'dropped' if rule == 'drop' else 'truncated'}"
-        )
-    train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
+    train = packed_train(opener, source, store, split)
     heldout = packed_source(split.store, split.heldout_ids, source, config.seq_len, None)
     if heldout is None and not has_eval_sources:
         warnings.append(f"{setting}: no held-out document has a length that this source uses")
@@ -368,13 +363,37 @@ def _open_source(
             f"data.sources: {train.num_tokens:,} tokens to train on, less than one sequence of"
             f" config.data.seq_len={config.seq_len}; add text, or use a smaller --config.data.seq_len"
         )
-    for sequences, what in ((train, ""), (heldout, ", held out")):
-        if sequences is not None:
-            warnings += check_has_loss(sequences, f"config.{setting}{what}")
+    if heldout is not None:
+        warnings += check_has_loss(heldout, f"config.{setting}, held out")
     return CorpusSource(name=source.name, share=share, train=train, heldout=heldout)
 
 
-def _open_heldout(opener: _StoreOpener, files: list[SourceFile]) -> PackedSequences:
+def packed_train(
+    opener: StoreOpener, source: SourceConfig, store: TokenStore, split: Split
+) -> PackedSequences | None:
+    """The training sequences of a source, with warnings about its text; None if it selects no document.
+
+    Raises:
+      UserError: its documents are not text, or its chats have no token with a loss.
+    """
+    config, warnings, setting = opener.config, opener.warnings, setting_of(source)
+    # Python's library has test files in other encodings
+    has_own_text = source.paths != (PYTHON_STDLIB,)
+    warnings += text_warnings(store, split, setting, has_own_text)
+    num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
+    rule = overlong_rule(source)
+    if num_overlong and rule != "cut":
+        warnings.append(
+            f"{setting}: documents longer than data.seq_len={config.seq_len}: {num_overlong:,} of"
+            f" {store.num_documents:,}; they are {'dropped' if rule == 'drop' else 'truncated'}"
+        )
+    train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
+    if train is not None:
+        warnings += check_has_loss(train, f"config.{setting}")
+    return train
+
+
+def open_heldout(opener: StoreOpener, files: list[SourceFile]) -> PackedSequences:
     """Packs the files of data.eval_sources.
 
     Raises:
@@ -412,7 +431,7 @@ def _in_shares(config: DataConfig, parts: Sequence[tuple[PackedSequences, float]
     return MixedSequences(sequences, shares) if config.mixture else sequences[0]
 
 
-def _identity(source: SourceConfig, total_share: float) -> tuple:
+def identity_of(source: SourceConfig, total_share: float) -> tuple:
     """The settings of a source on which its sequences depend. Fields with their defaults are not in
     it, so that new fields do not change it."""
     defaults = defaults_of(SourceConfig)
@@ -424,5 +443,5 @@ def _identity(source: SourceConfig, total_share: float) -> tuple:
     return source.name, source.share / total_share, changed
 
 
-def _setting(source: SourceConfig) -> str:
+def setting_of(source: SourceConfig) -> str:
     return f"data.mixture.{source.name}" if source.name else "data.sources"

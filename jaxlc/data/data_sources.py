@@ -1,4 +1,4 @@
-"""The four data sources of a run: corpus, traces, rollouts, and batches of the caller."""
+"""The five data sources of a run: corpus, stream, traces, rollouts, and batches of the caller."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.sequences.source import Batches, DataSource, Inputs
 from jaxlc.data.sequences.user_batches import OwnBatches
+from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.traces import Traces, with_reference
@@ -92,7 +93,7 @@ def _kind(
             f"config.posttrain.{name}={getattr(posttrain, name)!r} without traces: set config.data.traces, or pass"
             " batches to jaxlc.train.run"
         )
-    return Corpus
+    return Stream if config.data.stream else Corpus
 
 
 def load_matching_tokenizer(config: Config) -> Tokenizer:

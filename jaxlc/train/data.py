@@ -21,6 +21,7 @@ from jaxlc.data.sequences.loader import batches
 from jaxlc.data.sequences.mixture import BalancedSequences
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
+from jaxlc.data.stream import Stream
 from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import wait_for_processes
@@ -53,7 +54,7 @@ class RunData:
           stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
         """
         train, sequences = step.config.train, self.source.train
-        if isinstance(self.source, Corpus) and step.config.attention.document_mask:
+        if isinstance(self.source, (Corpus, Stream)) and step.config.attention.document_mask:
             sequences = BalancedSequences(self.source.train, step.config, next_sequence)
         stream = batches(
             sequences,
@@ -68,6 +69,7 @@ class RunData:
         with contextlib.closing(stream), contextlib.ExitStack() as stack:
             # before the stream is closed, whose threads may wait for a file
             stack.callback(self.stop_waiting)
+            stack.callback(self.source.close)
             if self.is_endless:  # unless `stop_waiting` was called
                 items: Iterator = _until_end(stream)
                 if isinstance(self.source, Rollouts) and jax.process_count() > 1:

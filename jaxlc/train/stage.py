@@ -277,6 +277,7 @@ class StageRun(Outputs):
             **{EVALUATED: stage.evaluations_due(position.step)},
             **base_meta(stage.step, position.state.params),
             **self._rollouts_meta(position.step, every),
+            **stage.data.source.position(position.next_sequence),
         )
 
     def _rollouts_meta(self, step: int, every: int) -> dict[str, dict[str, str]]:

@@ -257,6 +257,7 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         progress.log(line)
     if stage.config.rollouts.source:
         stage.data.source.train.check_digests(meta.get(ROLLOUTS, {}))
+    stage.data.source.resume(meta, meta["next_row"])
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = (
         step * stage.config.train.global_batch_size
@@ -418,6 +419,11 @@ def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
     meta = check_latest(workdir / CHECKPOINTS_DIRECTORY, functools.partial(restore_target, stages))
     if meta is not None:
         check_position(stages, meta["step"], meta)
+    step = meta["step"] if meta else 0
+    stage = stage_after(stages, step)
+    is_resumed = meta is not None and step > stage.first_step
+    if step < stage.end_step:
+        stage.data.source.resume(meta if is_resumed else {}, meta["next_row"] if is_resumed else 0)
     read_rows(workdir / METRICS_FILE)
     for stage in stages:
         if (evaluator := stage.evaluator) is not None and not evaluator.has_targets():

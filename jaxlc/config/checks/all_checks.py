@@ -521,6 +521,26 @@ def _data_problems(config: Config) -> Iterator[str]:
             " clear them with --config.data.sources="
         )
     yield from mixture_problems(config.data)
+    yield from _stream_problems(config)
+
+
+def _stream_problems(config: Config) -> Iterator[str]:
+    """What needs the whole corpus, or does not read data.sources."""
+    data, sources = config.data, [source for source in config.data.mixture if source.share]
+    has_heldout = not data.eval_sources and config.train.eval_sequences
+    unsupported = {
+        "config.data.traces or config.rollouts": data.traces or config.rollouts.source,
+        "several sources in config.data.mixture; use one, as their shares need the padding of all": sources[
+            1:
+        ],
+        "pool='full_length'; use min_tokens": any(x.pool == "full_length" for x in sources),
+        "answer_weights='answer'; use token": any(x.answer_weights == "answer" for x in sources),
+        "config.train.epochs; use --config.train.steps or --config.train.tokens": config.train.epochs,
+        "config.data.eval_fraction; set --config.data.eval_sources, or --config.train.eval_sequences=0": has_heldout,
+    }
+    for what, is_used in unsupported.items():
+        if data.stream and is_used:
+            yield f"unsupported: config.data.stream with {what}"
 
 
 def _memory_problems(config: Config) -> Iterator[str]:

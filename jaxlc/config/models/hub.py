@@ -154,6 +154,11 @@ class Dataset(NamedTuple):
     def is_pinned(self) -> bool:
         return _COMMIT.fullmatch(self.revision) is not None
 
+    @property
+    def root(self) -> str:
+        """URL of fsspec."""
+        return f"hf://datasets/{self.repo_id}@{self.revision}/"
+
     def commit(self) -> str:
         """The commit of the revision; the same one while a process lives."""
         return self.revision if self.is_pinned else _commit(self.repo_id, self.revision)
@@ -168,7 +173,7 @@ def _commit(repo_id: str, revision: str) -> str:
     return info.sha
 
 
-def dataset_files(name: str, setting: str) -> list[tuple[str, Path]]:
+def dataset_files(name: str, setting: str, *, is_streamed: bool = False) -> list[tuple[str, str]]:
     """The files of a split: their paths in the data set, and in the cache of the hub.
 
     What is downloaded once is not asked for again if the revision is a commit, so that such a run
@@ -177,6 +182,7 @@ def dataset_files(name: str, setting: str) -> list[tuple[str, Path]]:
     Args:
       name: as `Dataset`.
       setting: that names it, for errors.
+      is_streamed: nothing is downloaded, and the files have URLs of fsspec instead of paths.
     Raises:
       UserError: a package is missing, the hub cannot be reached or refuses, or the data set has no
         such subset or split; the error names those that exist.
@@ -188,14 +194,16 @@ def dataset_files(name: str, setting: str) -> list[tuple[str, Path]]:
 
     try:
         asked = asked._replace(revision=asked.commit())
-        files = list[tuple[str, Path]]()
+        paths = _paths_of(asked)
+        if is_streamed:
+            return [(path, asked.root + path) for path in paths]
+        files = list[tuple[str, str]]()
         with _downloading(asked.repo_id) as update:
-            paths = _paths_of(asked)
             for path in paths:
                 file = huggingface_hub.hf_hub_download(
                     asked.repo_id, path, repo_type="dataset", revision=asked.revision
                 )
-                files.append((path, Path(file)))
+                files.append((path, file))
                 update(len(files), len(paths))
         return files
     except UserError as error:
@@ -240,11 +248,10 @@ def _paths_of(asked: Dataset) -> list[str]:
         raise UserError(f"its files cannot be listed ({reason_of(error)})") from error
     assert builder.config.data_files is not None, asked
     files = {str(split): urls for split, urls in builder.config.data_files.items()}
-    root = f"hf://datasets/{asked.repo_id}@{asked.revision}/"
     urls = files[_one_of(list(files), asked.split, "split")]
-    if others := [url for url in urls if not url.startswith(root)]:
+    if others := [url for url in urls if not url.startswith(asked.root)]:
         raise UserError(f"unsupported: {others[0]!r} is not a file of the data set")
-    paths = [url.removeprefix(root) for url in urls]
+    paths = [url.removeprefix(asked.root) for url in urls]
     with replacing(known) as out:
         out.write(json.dumps(paths).encode())
     return paths

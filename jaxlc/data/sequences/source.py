@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -118,3 +118,19 @@ class DataSource:
     def details(self) -> Sequence[str]:
         """More lines for `jaxlc data report`."""
         return ()
+
+    def position(self, num_sequences: int) -> dict[str, Any]:
+        """What a checkpoint after the first `num_sequences` stores of the source, as JSON."""
+        return {}
+
+    def resume(self, meta: Mapping[str, Any], next_sequence: int) -> None:
+        """Prepares training from `next_sequence` on.
+
+        Args:
+          meta: of the checkpoint, which has `position`; empty before the first step of a stage.
+        Raises:
+          UserError: the data differs from that of the checkpoint, or cannot be read.
+        """
+
+    def close(self) -> None:
+        """Ends the threads of the source, after training."""

@@ -83,7 +83,7 @@ def read_records(
     elif path.name.endswith(MEGATRON_SUFFIX):
         numbered = enumerate(_megatron_records(path), start=1)
     else:
-        needed = functools.partial(_needed_columns, path, field, others, field_setting)
+        needed = functools.partial(needed_columns, path, field, others, field_setting)
         numbered = enumerate(_column_records(path, needed, setting), start=1)
     for number, values in numbered:
         where = f"{path}:{number}"
@@ -320,7 +320,7 @@ def _arrow_batches(mapped: Any) -> tuple[Any, Iterator[Any]]:
     return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
-def _needed_columns(
+def needed_columns(
     path: Path, field: str, others: Sequence[str] | None, field_setting: str, columns: list[str]
 ) -> list[str]:
     if others is None:

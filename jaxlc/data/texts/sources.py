@@ -124,7 +124,12 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     if source.startswith(hub.DATASET_PREFIX):
         files = hub.dataset_files(source, setting)
         suffixes = (*suffixes, *NAMED_SUFFIXES)
-        return [(name, path) for name, path in files if name.endswith(suffixes)]
+        return [(name, Path(path)) for name, path in files if name.endswith(suffixes)]
+    if "://" in source:
+        raise UserError(
+            f"{setting}: {source!r} is a URL, as only training data of a stream may be: set --config.data.stream=True,"
+            " or copy the files"
+        )
     path = local_path(source)
     suffixes = (*suffixes, *(x for x in NAMED_SUFFIXES if source.endswith(x)))
     if path.is_dir():

@@ -425,7 +425,7 @@ def tokenize_shard(
 
 # increment it when the stored content changes; files of an older format are then ignored
 _FORMAT = 3
-_LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
+LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 
 
 def open_store(
@@ -521,5 +521,5 @@ def _delete_leftovers(directory: Path, key: str) -> None:
     """Deletes the temporary files of processes that were killed."""
     for path in directory.glob(f"{key}.*.*.*.tmp"):
         with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
                 path.unlink()
