@@ -8,7 +8,9 @@ the requests so far.
 """
 
 import argparse
+import base64
 import hashlib
+import io
 import json
 import threading
 import time
@@ -37,6 +39,9 @@ class StandIn(ThreadingHTTPServer):
     delay_seconds = 0.0
     num_errors = 0  # answers with status 503 before others
     answer: Answer | None = None
+    max_logprobs = 20  # --max-logprobs
+    # layers, experts of a layer, experts of a token: --enable-return-routed-experts
+    experts: tuple[int, int, int] | None = None
 
     def __init__(self, port: int = 0):
         super().__init__(("127.0.0.1", port), _Handler)
@@ -57,6 +62,11 @@ class StandIn(ThreadingHTTPServer):
 
     def completed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a completion."""
+        if (top_k := body.get("prompt_logprobs")) is not None:
+            tokens = body["prompt"]
+            return dict(
+                prompt_logprobs=[self.candidates(tokens, i, top_k) for i in range(len(tokens))]
+            )
         answer = self.answer or self._pseudorandom
         tokens, log_probs, text, reason = answer(body)
         temperature = body["temperature"] if self.scales_log_probs else 1.0
@@ -68,8 +78,30 @@ class StandIn(ThreadingHTTPServer):
             prompt_token_ids=body["prompt"],
             finish_reason=reason,
             logprobs=dict(token_logprobs=log_probs, top_logprobs=[top] * len(tokens)),
-            routed_experts=None,
+            routed_experts=self.routed(body["prompt"] + tokens),
         )
+
+    def candidates(self, tokens: list[int], i: int, top_k: int) -> dict[str, Any] | None:
+        """The log-probabilities of token i and of the most probable ones, from the tokens before it."""
+        if not i:
+            return None
+        rng = np.random.default_rng(tokens[:i])
+        log_probs = np.log(rng.dirichlet(np.full(self.vocab_size, 0.1)) + 1e-9)
+        best = np.argsort(-log_probs)[:top_k].tolist()
+        return {
+            str(token): dict(logprob=float(log_probs[token]), rank=rank, decoded_token="")
+            for rank, token in enumerate(dict.fromkeys([*best, tokens[i]]), start=1)
+        }
+
+    def routed(self, tokens: list[int]) -> str | None:
+        """The bytes of a .npy file: different experts for each token and layer."""
+        if self.experts is None:
+            return None
+        num_layers, num_experts, num_chosen = self.experts
+        first = np.add.outer(np.cumsum(tokens[:-1]), np.arange(num_layers))
+        file = io.BytesIO()
+        np.save(file, (first[..., None] + np.arange(num_chosen)) % num_experts)
+        return base64.b64encode(file.getvalue()).decode()
 
     def _pseudorandom(self, body: Mapping[str, Any]) -> tuple[list[int], list[float], str, str]:
         adapter = self.adapters.get(body["model"])
@@ -91,9 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/log":
             self._send(200, self.server.log)
             return
-        names = ["base", *self.server.adapters]
-        lengths = [self.server.max_model_len, *[None] * len(self.server.adapters)]
-        models = [dict(id=name, max_model_len=n) for name, n in zip(names, lengths)]
+        models = [dict(id="base", root="base", max_model_len=self.server.max_model_len)]
+        for name, path in list(self.server.adapters.items()):
+            models.append(dict(id=name, root=str(path), parent="base", max_model_len=None))
         self._send(200, dict(object="list", data=models))
 
     def do_POST(self) -> None:
@@ -108,11 +140,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, dict(tokens=tokens, count=len(tokens)))
         elif self.path == "/v1/completions":
             time.sleep(server.delay_seconds)
-            if body["model"] not in ("base", *server.adapters):
+            if body.get("model", "base") not in ("base", *server.adapters):
                 message = f"The model `{body['model']}` does not exist."
                 self._send(404, dict(error=dict(message=message)))
                 return
-            self._send(200, dict(model=body["model"], choices=[server.completed(body)]))
+            if body.get("prompt_logprobs", 0) > server.max_logprobs:
+                message = f"Requested prompt logprobs of {body['prompt_logprobs']}, which is greater than max allowed"
+                self._send(400, dict(error=dict(message=message)))
+                return
+            self._send(200, dict(choices=[server.completed(body)]))
+        elif self.path == "/v1/unload_lora_adapter" and server.is_updatable:
+            self._unload(body["lora_name"])
         elif self.path == "/v1/load_lora_adapter" and server.is_updatable:
             self._load(body["lora_name"], Path(body["lora_path"]))
         else:
@@ -129,6 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.server.adapters[name] = path
             self._send(200, f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _unload(self, name: str) -> None:
+        if self.server.adapters.pop(name, None) is None:
+            message = f"The lora adapter '{name}' cannot be found."
+            self._send(404, dict(error=dict(message=message)))
+        else:
+            self._send(200, f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _send(self, status: int, content: Any) -> None:
         is_text = isinstance(content, str)

@@ -40,6 +40,7 @@ OTHER_FLAGS = {
     "gen_kwargs",
     "apply_chat_template",
     # of vLLM
+    "max-logprobs",
     "max-model-len",
     "logprobs-mode",
     "enable-lora",

@@ -151,6 +151,9 @@ class RolloutsConfig:
     server_max_loras: int = 0  # server: its --max-loras, which it does not tell; at least lag + 2
     # server: its --data-parallel-size, which it does not tell; must be 1
     server_data_parallel: From1[int] = 1
+    # model: the address of a vLLM server of a teacher, which gives posttrain.teacher_top_k candidates for each token of
+    # the answers
+    teacher_server: str = ""
     # server: step s is trained on answers of the policy after step s - 1 - lag, or of the first one, so a step is
     # trained while the answers of later ones are made
     lag: int = 0

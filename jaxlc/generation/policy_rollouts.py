@@ -31,7 +31,8 @@ from jaxlc.posttrain.agents import (
     seed_of,
 )
 from jaxlc.posttrain.rewards import in_thread
-from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
+from jaxlc.posttrain.rollouts import Rollouts, on_process_0, write_rollouts
+from jaxlc.posttrain.server import open_teacher
 from jaxlc.step.step import TrainStep
 
 HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
@@ -49,7 +50,8 @@ class PolicyRollouts:
     def __init__(self, step: TrainStep, source: Rollouts):
         self._step, self._source = step, source
         self._prompts = (*source.prompts, *source.eval_prompts)
-        self._agents = make_agents(step.config, source.tokenizer, self._prompts)
+        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0])
+        self._agents = make_agents(step.config, source.tokenizer, self._prompts, teacher)
         self._generator = Generator(step, None, source.tokenizer)
 
     @property
@@ -87,8 +89,7 @@ class PolicyRollouts:
             if not prompts:
                 break
             asked += prompts
-        if jax.process_index() == 0:
-            write_rollouts(traces, path)
+        on_process_0(lambda: write_rollouts(traces, path))
 
     def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
         """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
@@ -116,11 +117,13 @@ class PolicyRollouts:
                 rounds.answer(self._generate(batch, num_agents, step, attempt))
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
-        if result is None:
-            return []
-        traces = result.result()
-        check_failures(traces, self._step.config, path)
-        return traces
+
+        def ended() -> list[dict[str, Any]]:
+            traces = result.result()
+            check_failures(traces, self._step.config, path)
+            return traces
+
+        return on_process_0(ended) or []
 
     def _generate(
         self, batch: list[Request], num_agents: int, step: int, attempt: int

@@ -30,8 +30,8 @@ from jaxlc.hf.adapters import WEIGHTS_FILE, write_adapters
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder
 from jaxlc.posttrain.agents import Request, Turn, check_failures, make_agents, seed_of
-from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
-from jaxlc.posttrain.server import Server
+from jaxlc.posttrain.rollouts import Rollouts, on_process_0, write_rollouts
+from jaxlc.posttrain.server import Server, open_teacher
 from jaxlc.step.step import TrainStep
 
 ADAPTERS = "adapters"  # the directory in the workdir
@@ -50,10 +50,12 @@ class ServerRollouts:
         setting = step.config.rollouts.server_directory
         directory = local_path(setting) if setting else source.workdir / ADAPTERS
         self._directory = directory.absolute()
-        self._agents = make_agents(step.config, source.tokenizer, self._prompts)
+        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0])
+        self._agents = make_agents(step.config, source.tokenizer, self._prompts, teacher)
         original = original_of(step.config.model.init_from, source.workdir)
         stops = stops_of(step.config, source.tokenizer, original)
-        self._server = Server(config=step.config, stops=stops)
+        url = step.config.rollouts.server
+        self._server = Server(url=url, config=step.config, stops=stops)
         self._asked: set[int] = set()  # steps
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -65,8 +67,8 @@ class ServerRollouts:
         Raises:
           UserError: the server cannot be reached, or must be started in another way.
         """
-        if jax.process_index() == 0:
-            self._submit(self._server.check(self._source.tokenizer, self._prompts[0])).result()
+        probe = self._source.tokenizer, self._prompts[0]
+        on_process_0(lambda: self._submit(self._server.check(*probe)).result())
         place = displayed(self._directory)
         return [f"rollouts   by the server {self._config.rollouts.server}; adapters in {place}"]
 
@@ -78,19 +80,20 @@ class ServerRollouts:
         if jax.process_index() != 0:
             return
         rollouts = self._config.rollouts
+        # no request refers to versions before that of this step
+        self._ask(self._server.unload(self._directory, step - 1 - rollouts.lag))
         for later in range(step, min(step + rollouts.lag, self._config.train.steps) + 1):
             if later not in self._asked and not self._source.train.path(later).is_file():
                 self._asked.add(later)
-                self._submit(self._write(later)).add_done_callback(self._ended)
+                self._ask(self._write(later))
 
     def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
         """Means over the answers to rollouts.eval_prompts, as `PolicyRollouts.heldout`."""
         self._publish(params, step)
-        records = []
-        if jax.process_index() == 0:
-            numbers = range(len(self._source.prompts), len(self._prompts))
-            records = self._submit(self._answers(numbers, step, step, HELDOUT)).result()
-        return means_of(records, path)
+        numbers = range(len(self._source.prompts), len(self._prompts))
+        asked = numbers, step, step, HELDOUT
+        records = on_process_0(lambda: self._submit(self._answers(*asked)).result())
+        return means_of(records or [], path)
 
     async def _write(self, step: int) -> None:
         config, path = self._config, self._source.train.path(step)
@@ -121,9 +124,12 @@ class ServerRollouts:
     def _submit(self, coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def _ask(self, coroutine) -> None:
+        self._submit(coroutine).add_done_callback(self._ended)
+
     def _ended(self, future: Future) -> None:
         if (error := future.exception()) is not None:
-            self._source.train.fail(error)
+            self._source.train.failure = error
 
     def _publish(self, params: dict, version: int) -> None:
         """Writes the adapter of a version, unless it exists, and removes those that no resumed run

@@ -68,6 +68,7 @@ class Sampler(Protocol):
         """An agent asks no more."""
 
 
+Teacher = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # adds candidates to a record
 Sample = Callable[[np.ndarray, int], Awaitable[Turn]]  # ids and the most tokens
 
 
@@ -197,6 +198,7 @@ class Agents:
     # (client, record) -> a trajectory of the client, or a list of them
     agent: Callable[..., Awaitable[Trajectory | Sequence[Trajectory]]]
     reward: Reward
+    teacher: Teacher | None = None
 
     async def rollouts(
         self, numbers: Sequence[int], step: int, policy_step: int, sampler: Sampler
@@ -224,7 +226,10 @@ class Agents:
             ]
 
         groups = await asyncio.gather(*[group(*x) for x in enumerate(numbers)])
-        return [record for records in groups for record in records]
+        records = [record for records in groups for record in records]
+        if self.teacher is None:
+            return records
+        return await asyncio.gather(*map(self.teacher, records))
 
     async def _call(
         self, prompt: Prompt, number: int, sampler: Sampler
@@ -280,7 +285,9 @@ class Agents:
             yield fields
 
 
-def make_agents(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Agents:
+def make_agents(
+    config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], teacher: Teacher | None = None
+) -> Agents:
     """Loads config.rollouts.agent and reward.
 
     Raises:
@@ -296,6 +303,7 @@ def make_agents(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt])
         prompts=prompts,
         agent=agent,
         reward=load_function(config.rollouts.reward, "config.rollouts.reward"),
+        teacher=teacher,
     )
 
 

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError, require
@@ -35,6 +37,7 @@ EXPORTED = "exported"
 _POLL_SECONDS = 0.1
 _LINE_SECONDS = 60
 _MAX_DECODED = 8  # prompts may have 100,000s of tokens
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ class RolloutSequences:
         self._max_kept = config.data.prefetch_steps + 3
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
         self._digests: dict[int, str] = {}  # by step
-        self._failure: BaseException | None = None
+        self.failure: Exception | None = None  # why files that do not exist will not appear
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order; waits for its file.
@@ -131,8 +134,9 @@ class RolloutSequences:
             return traces
 
     def path(self, step: int) -> Path:
-        config = self._config
-        is_parquet = config.posttrain.replay_routing or config.rollouts.source == "server"
+        rollouts = self._config.rollouts
+        has_server = rollouts.source == "server" or rollouts.teacher_server
+        is_parquet = self._config.posttrain.replay_routing or has_server
         suffix = "parquet" if is_parquet else "jsonl"
         return self.directory / f"{step}.{suffix}"
 
@@ -168,8 +172,6 @@ class RolloutSequences:
         reading it fails.
         """
         limit = self._config.rollouts.wait_seconds
-        if self._failure is not None:
-            raise self._failure
         return bool(limit) and step == self._needed and time.monotonic() - self._since > limit
 
     def need(self, step: int) -> None:
@@ -179,10 +181,6 @@ class RolloutSequences:
         with self._lock:
             self._needed, self._since = step, time.monotonic()
             self._next_line = self._since + _LINE_SECONDS
-
-    def fail(self, error: BaseException) -> None:
-        """Files that do not exist will not appear: waiting for them raises the error."""
-        self._failure = error
 
     def close(self) -> None:
         """Ends the waiting of all threads."""
@@ -217,8 +215,8 @@ class RolloutSequences:
         while not path.is_file():
             if self._closed.is_set():
                 raise EndOfBatches
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             with self._lock:
                 if step == self._needed:
                     self._check_waiting(path)
@@ -238,6 +236,24 @@ class RolloutSequences:
             self._log(
                 f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}"
             )
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises the error of process 0, if it has one, and in other processes a UserError."""
+    if broadcast_one_to_all(np.array(error is not None)):
+        raise error or UserError("process 0 could not make the rollouts; its message says why")
+
+
+def on_process_0(call: Callable[[], T]) -> T | None:
+    """What a call returns in process 0, None in others; its error is raised by all of them."""
+    result = error = None
+    if jax.process_index() == 0:
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+    raise_together(error)
+    return result
 
 
 def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:

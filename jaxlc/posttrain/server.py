@@ -4,6 +4,7 @@ an adapter for each version of the policy.
 
 import asyncio
 import base64
+import contextlib
 import http.client
 import io
 import json
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from jaxlc.config import Config
 from jaxlc.core.errors import raise_all, reason_of
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.agents import Request, SamplerError, Turn
+from jaxlc.posttrain.agents import FAILED, Request, SamplerError, Teacher, Turn
+from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
 from jaxlc.posttrain.rewards import in_thread
+from jaxlc.posttrain.rollouts import on_process_0
 from jaxlc.posttrain.traces import Prompt
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too
@@ -43,8 +47,9 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """The server of config.rollouts.server."""
+    """The server of config.rollouts.server, or that of a teacher."""
 
+    url: str
     config: Config
     stops: Stops
 
@@ -65,7 +70,7 @@ class Server:
                 reason = reason_of(error)
             await asyncio.sleep(_RETRY_SECONDS)
         raise SamplerError(
-            f"the server {self.config.rollouts.server} gave no answer to {path} in {limit:g} s"
+            f"the server {self.url} gave no answer to {path} in {limit:g} s"
             f" (config.rollouts.server_seconds; {reason}): start it again, then run the same command again to resume"
         )
 
@@ -73,7 +78,7 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
-        url = self.config.rollouts.server.rstrip("/") + path
+        url = self.url.rstrip("/") + path
         data = None if body is None else json.dumps(body).encode()
         try:
             with urllib.request.urlopen(
@@ -100,10 +105,20 @@ class Server:
         except _Refused as error:
             if "already been loaded" not in str(error):
                 raise SamplerError(
-                    f"the server {self.config.rollouts.server} does not load the adapter {adapter} ({error}): start it"
+                    f"the server {self.url} does not load the adapter {adapter} ({error}): start it"
                     f" with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of at least"
                     f" {self.config.lora.rank}, where it sees this directory"
                 ) from error
+
+    async def unload(self, directory: Path, first: int) -> None:
+        """Unloads the versions of a directory before `first`, also those that an earlier process
+        has loaded.
+        """
+        for model in (await self.post("/v1/models"))["data"]:
+            path = Path(model["root"])
+            if path.parent == directory and int(path.name) < first:
+                with contextlib.suppress(_Refused):  # it is not loaded any more
+                    await self.post("/v1/unload_lora_adapter", dict(lora_name=model["id"]))
 
     async def complete(self, request: Request, name: str, adapter: Path, seed: int) -> Turn:
         """The answer of an adapter, which is loaded again if the server has been restarted."""
@@ -128,7 +143,7 @@ class Server:
             except _Refused as error:
                 if has_loaded or error.status != http.client.NOT_FOUND:
                     raise SamplerError(
-                        f"the server {config.rollouts.server} refuses a completion: {error}"
+                        f"the server {self.url} refuses a completion: {error}"
                     ) from error
             await self.load(name, adapter)
         raise AssertionError
@@ -149,8 +164,33 @@ class Server:
             experts=experts if self.config.posttrain.replay_routing else None,
         )
 
-    async def check(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        """Probes the server.
+    async def taught(self, tokenizer: Tokenizer, record: dict[str, Any]) -> dict[str, Any]:
+        """The record of an answer, with the candidates of a teacher for the tokens in the loss.
+
+        Raises:
+          SamplerError: the server gives fewer candidates than posttrain.teacher_top_k.
+        """
+        if FAILED in record:  # it may have no tokens
+            return record
+        top_k = self.config.posttrain.teacher_top_k
+        body = dict(prompt=record["tokens"], max_tokens=1, prompt_logprobs=top_k)
+        try:
+            choice = (await self.post("/v1/completions", body))["choices"][0]
+            rows = np.extract(record["loss_mask"], choice["prompt_logprobs"])
+            pairs = [
+                sorted((x["logprob"], int(i)) for i, x in row.items())[-top_k:] for row in rows
+            ]
+            log_probs, tokens = np.reshape(pairs, (-1, top_k, 2)).transpose(2, 0, 1)
+        except (_Refused, LookupError, ValueError) as error:
+            raise SamplerError(
+                f"the server {self.url} does not give {top_k} log-probabilities for each token of a"
+                f" prompt ({reason_of(error)}): start it with --max-logprobs={top_k} or more"
+            ) from error
+        arrays = map(encoded_array, (tokens.astype(np.int32), log_probs.astype(np.float32)))
+        return record | dict(zip(TEACHER_FIELDS, (*arrays, tokenizer.fingerprint)))
+
+    async def check(self, tokenizer: Tokenizer, prompt: Prompt, is_teacher: bool = False) -> None:
+        """Probes the server, of the policy or of a teacher.
 
         Raises:
           UserError: how to start it instead.
@@ -162,14 +202,17 @@ class Server:
         body = dict(model=name, prompt=text, add_special_tokens=False)
         tokens = (await self.post("/tokenize", body))["tokens"]
         choices = []
-        for temperature in (1.0, 0.5):
+        if is_teacher:
+            ids = prompt.ids.tolist()
+            await self.taught(tokenizer, dict(tokens=[*ids, 0], loss_mask=[0] * len(ids) + [1]))
+        for temperature in () if is_teacher else (1.0, 0.5):
             body = dict(model=name, prompt=prompt.ids.tolist(), max_tokens=1, logprobs=5)
             body |= dict(temperature=temperature, seed=0, top_p=1.0, **_PLAIN_SAMPLING)
             choices.append((await self.post("/v1/completions", body))["choices"][0])
         longest = max(model.get("max_model_len") or 0 for model in models)
         ours = tokenizer.encode(text.encode()).tolist()
         raise_all(
-            f"the server {self.config.rollouts.server} {problem}"
+            f"the server {self.url} {problem}"
             for problem in self._problems(longest, tokens == ours, choices)
         )
 
@@ -177,11 +220,13 @@ class Server:
         self, longest: int, has_tokenizer: bool, choices: list[dict[str, Any]]
     ) -> Iterator[str]:
         config = self.config
-        needed = config.data.seq_len + 1
+        needed = config.data.seq_len + (1 if choices else 2)
         if longest < needed:
             yield f"has max_model_len={longest}: start it with --max-model-len={needed} or more"
         if not has_tokenizer:
             yield f"has another tokenizer: start it with the one of config.data.tokenizer={config.data.tokenizer!r}"
+        if not choices:
+            return
         # log-probabilities at half the temperature differ by twice as much
         spreads = [np.ptp([*x["logprobs"]["top_logprobs"][0].values()]) for x in choices]
         if not np.isclose(spreads[1], 2 * spreads[0], rtol=0.05, atol=0.02):
@@ -190,3 +235,18 @@ class Server:
             )
         if config.posttrain.replay_routing and not choices[0].get("routed_experts"):
             yield "returns no experts: start it with --enable-return-routed-experts"
+
+
+def open_teacher(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Teacher | None:
+    """`Server.taught` of config.rollouts.teacher_server, after it was probed by process 0; None without one.
+
+    Raises:
+      UserError: as `Server.check`, in all processes.
+    """
+    if not config.rollouts.teacher_server:
+        return None
+    teacher = Server(url=config.rollouts.teacher_server, config=config, stops=Stops([], []))
+    probe = partial(teacher.check, tokenizer, prompt, True)
+    # in a thread, since a notebook has an event loop
+    on_process_0(lambda: in_thread(lambda: asyncio.run(probe())).result())
+    return partial(teacher.taught, tokenizer)

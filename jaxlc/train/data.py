@@ -22,7 +22,7 @@ from jaxlc.data.sequences.mixture import BalancedSequences
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
 from jaxlc.data.stream import Stream
-from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences
+from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences, raise_together
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -121,6 +121,7 @@ def together(
         while True:
             # A process that is late raises the error when it reads the file, as a single process
             # does.
+            raise_together(sequences.failure)
             is_over = sequences.path(step).is_file() or sequences.is_late(step)
             if multihost_utils.process_allgather(np.array(is_over)).all():
                 break

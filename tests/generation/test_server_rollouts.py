@@ -1,6 +1,8 @@
 """Rollouts by a server, on the stand-in of scripts/stand_in_server.py."""
 
 import asyncio
+import base64
+import io
 import json
 import shutil
 import threading
@@ -20,18 +22,23 @@ from jaxlc.generation.generator import Generator
 from jaxlc.generation.policy_rollouts import PolicyRollouts, prompts_of_step
 from jaxlc.generation.sampling import Sampling
 from jaxlc.generation.server_rollouts import _Version
-from jaxlc.posttrain.agents import Request, SamplerError, make_agents, seed_of
-from jaxlc.posttrain.server import Server
-from jaxlc.posttrain.traces import Prompt, open_prompts
+from jaxlc.posttrain.agents import Request, SamplerError, answer_once, make_agents, seed_of
+from jaxlc.posttrain.rollouts import write_rollouts
+from jaxlc.posttrain.server import Server, open_teacher
+from jaxlc.posttrain.traces import Prompt, open_prompts, open_traces
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from scripts.stand_in_server import StandIn
-from tests.train.runs import rows, train, write_config
+from tests import helpers
+from tests.train.runs import finish, rows, start_pair, train, train_elsewhere, write_config
 
 REWARD = """
 def reward(prompt, answer, record, tokens):
     return len(set(answer)) + sum(map(sum, tokens)) % 5
 """
+
+
+PROMPT = Prompt(np.frombuffer(b"3 + 4", np.uint8).astype(np.int32), "3 + 4", {}, "p:1")
 
 
 @pytest.fixture
@@ -52,9 +59,8 @@ def config_of(server: StandIn, **rollouts) -> Config:
 
 def checked(standin: StandIn, **rollouts) -> Server:
     config = config_of(standin, **rollouts)
-    server, prompt = Server(config=config, stops=Stops([256], [])), "3 + 4"
-    prompt = Prompt(np.frombuffer(prompt.encode(), np.uint8).astype(np.int32), prompt, {}, "p:1")
-    asyncio.run(server.check(load_tokenizer("bytes"), prompt))
+    server = Server(url=standin.url, config=config, stops=Stops([256], []))
+    asyncio.run(server.check(load_tokenizer("bytes"), PROMPT))
     return server
 
 
@@ -85,8 +91,47 @@ def test_probes_refuse_a_server_with_the_flag_to_set(standin, changed, words):
 
 
 @pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(), ""),
+        (dict(max_logprobs=2), "not give 3 .*max allowed.*start it with --max-logprobs=3"),
+        (dict(candidates=lambda *_: {"97": dict(logprob=0.0)}), "start it with --max-logprobs=3"),
+        (dict(token_shift=1), "another tokenizer"),
+    ],
+)
+def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, words):
+    """With the candidates of the server; fewer of them and another tokenizer are refused."""
+    vars(standin).update(changed)
+    config = read_config("agent_128k:mini")
+    config.data.update(tokenizer="bytes", seq_len=64)
+    config.model.vocab_size, config.posttrain.loss, config.posttrain.teacher_top_k = 257, "", 3
+    config.rollouts.update(teacher_server=standin.url, answers_per_prompt=2)
+    config, tokenizer = load(config), load_tokenizer("bytes")
+    if words:
+        with pytest.raises(UserError, match=words):
+            open_teacher(config, tokenizer, PROMPT)
+        return
+    agents = make_agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT))
+    object.__setattr__(agents, "agent", answer_once)
+    object.__setattr__(agents, "reward", lambda *_: 1.0)
+    policy = _Version(checked(standin), "base", tmp_path, 7, 2)
+    records = asyncio.run(agents.rollouts([0], 1, 0, policy))
+    write_rollouts(records, tmp_path / "1.parquet")
+    source = (str(tmp_path / "1.parquet"),)
+    for trace in open_traces(config, tokenizer, source, step=1).train.traces:
+        ids, mask = trace.tokens.tolist(), trace.in_loss
+        rows = [standin.candidates(ids, i, 3) for i in np.flatnonzero(mask).tolist()]
+        best = [sorted(row, key=lambda x: row[x]["rank"])[:3] for row in rows]
+        expected = [[row[x]["logprob"] for x in top] for row, top in zip(rows, best)]
+        tokens, log_probs = (trace.teacher[f"teacher_{x}"][mask] for x in ("tokens", "log_probs"))
+        np.testing.assert_array_equal(tokens, np.array(best, int))
+        np.testing.assert_array_equal(log_probs, np.float32(expected))
+
+
+@pytest.mark.parametrize(
     "settings, words",
     [
+        (dict(teacher_server="http://x"), "gives the candidates of config.posttrain.teacher_top_k"),
         (dict(lag=3), "--max-loras=5 or more"),
         (dict(server_data_parallel=2), "--data-parallel-size=1"),
         (dict(top_p=0.9), "top_p=0.9 changes the log-probabilities"),
@@ -119,14 +164,19 @@ def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path
     assert body["seed"] == 2**62 + 2 and body["return_token_ids"] and not body.get("stream")
     assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
     asyncio.run(server.load("0-a", adapter))  # loaded already
+    others = adapter_in(tmp_path / "others"), adapter_in(tmp_path / "others/0")
+    for name, path in (("0-b", others[1]), ("1-b", adapter_in(tmp_path / "1"))):
+        asyncio.run(server.load(name, path))
+    asyncio.run(server.unload(tmp_path, 1))  # not those of other runs
+    assert standin.adapters.keys() == {"0-b", "1-b"}
     standin.max_lora_rank = 2
     with pytest.raises(
         SamplerError, match="greater than max_lora_rank 2.*--max-lora-rank of at least 4"
     ):
-        asyncio.run(server.load("1-b", adapter))
+        asyncio.run(server.load("2-b", adapter))
     standin.is_updatable = False
     with pytest.raises(SamplerError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
-        asyncio.run(server.load("1-b", adapter))
+        asyncio.run(server.load("2-b", adapter))
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +219,8 @@ def test_resumed_run_asks_again_with_equal_seeds_and_versions(settings, standin,
     ]
     expected = {(body["model"], body["seed"]) for body in completions}
     assert len(expected) == len(completions) == 30
+    last = str(4 - lag)  # earlier ones are unloaded in the background
+    helpers.wait_until(lambda: {path.name for path in standin.adapters.values()} == {last})
     versions = sorted(int(path.name) for path in (whole / "adapters").iterdir())
     assert len(versions) <= lag + 3 and versions[-1] == 4
     train(config, parts, **settings | dict(train__steps=2))
@@ -221,7 +273,7 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
         return result.tokens.tolist(), log_probs, result.text, result.finish_reason
 
     standin.answer = answer
-    server = Server(config=config, stops=stops)
+    server = Server(url=standin.url, config=config, stops=stops)
     numbers = prompts_of_step(config, len(prompts), 1)
     policy = _Version(server, "base", tmp_path, seed_of(config, 1, 0), 6)
     agents = make_agents(config, tokenizer, prompts)
@@ -232,6 +284,58 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
             ours.pop("sampled_log_probs"), theirs.pop("sampled_log_probs"), rtol=1e-4
         )
         assert ours == theirs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["model", "server"])
+def test_two_processes_have_the_rollouts_of_one_and_fail_together(source, standin, tmp_path):
+    """An agent of several turns; in the second run its reward fails."""
+    settings = dict(train__steps=2, rollouts__prompts_per_step=2, rollouts__answers_per_prompt=4)
+    if source == "server":
+        settings |= dict(rollouts__source="server", rollouts__server=standin.url)
+        settings |= dict(rollouts__server_max_loras=3, rollouts__lag=1, lora__rank=2)
+        settings |= dict(
+            data__tokenizer="bytes", model__vocab_size=257, posttrain__importance_weights=True
+        )
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_elsewhere("agent_128k:mini", one, **settings)
+    for run in start_pair("agent_128k:mini", two, **settings):
+        finish(run)
+    assert files_of(two) == files_of(one) and len(files_of(one)) == 2
+    losses = [[row["loss"] for row in rows(run) if "loss" in row] for run in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    (tmp_path / "reward.py").write_text("def reward(*args):\n    raise ValueError('no judge')\n")
+    settings |= dict(rollouts__reward=f"{tmp_path}/reward.py:reward", rollouts__max_failed=0)
+    pair = start_pair("agent_128k:mini", tmp_path / "bad", **settings)
+    assert "no judge" in finish(pair[0], 2)
+    # its status may be that of JAX, which ends a process after process 0
+    output, _ = pair[1].communicate(timeout=helpers.TIMEOUT_SECONDS)
+    assert pair[1].returncode and "process 0 could not make the rollouts" in output
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_programs")
+def test_experts_of_the_server_are_replayed(settings, standin, tmp_path):
+    """With other experts of the same tokens, training gets other log-probabilities."""
+    experts = dict(num_experts=8, experts_per_token=2, ffn_dim=8)
+    more = {f"model__experts__{name}": size for name, size in experts.items()}
+    more |= dict(lora__projections="query,key,value")
+    more |= dict(rollouts__server=standin.url, posttrain__replay_routing=True, train__steps=2)
+    config, columns, differences = write_config(tmp_path), [], []
+    for num_experts in (8, 7):
+        standin.experts, run = (1, num_experts, 2), tmp_path / str(num_experts)
+        train(config, run, **settings | more)
+        records = pyarrow.parquet.read_table(run / "rollouts/1.parquet").to_pylist()
+        for record in records:
+            recorded = np.load(io.BytesIO(record.pop("routed_experts")))
+            expected = np.load(io.BytesIO(base64.b64decode(standin.routed(record["tokens"]))))
+            np.testing.assert_array_equal(recorded, expected)
+        columns.append(records)
+        differences.append([x["sampler_difference"] for x in rows(run) if "loss" in x][0])
+    assert columns[0] == columns[1] and abs(differences[0] - differences[1]) > 1e-4
+    standin.experts = None
+    message = train(config, tmp_path / "none", status=2, **settings | more)
+    assert "--enable-return-routed-experts" in message
 
 
 @pytest.mark.usefixtures("shared_programs")

@@ -168,6 +168,7 @@ _OF_MODEL = (
     "reward_seconds",
     "reward_retries",
     "max_failed",
+    "teacher_server",
 )
 _OF_SERVER = (
     "server",
@@ -242,7 +243,13 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield from _without_effect("rollouts", rollouts, ("max_replacements",), reason)
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
-    if not posttrain.is_policy:
+    has_teacher = posttrain.teacher_top_k and posttrain.temperature == 1
+    if rollouts.teacher_server and not has_teacher:
+        yield (
+            "config.rollouts.teacher_server gives the candidates of config.posttrain.teacher_top_k; set it, and"
+            " --config.posttrain.temperature=1"
+        )
+    if not posttrain.is_policy and not rollouts.teacher_server:
         yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo, dr_grpo or cispo"
     every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
     if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
