@@ -50,6 +50,23 @@ for sources, evaluated in calls:
     except UserError as error:
         print(json.dumps(str(error)))
 """
+# Streams an epoch of a source; prints its texts by sequence, its number of chunks, and its files.
+STREAM = """
+import json, sys
+from jaxlc.config import defaults, load
+from jaxlc.data import data_sources
+cache, source = map(json.loads, sys.argv[1:])
+config = defaults()
+config.model.vocab_size, config.train.eval_sequences = 257, 0
+config.data.update(sources=(source,), stream=True, stream_cache_gib=2**-12, seq_len=1024, cache_dir=cache)
+stream = data_sources.open(load(config))
+while len(counts := stream.train.counts(10**9)) < len(stream.train.chunks):
+    stream.train.at(sum(counts))
+sequences = [stream.train[i] for i in range(sum(counts))]
+texts = [stream.tokenizer.decode(x["tokens"][x["segment_ids"] == n])
+         for x in sequences for n in range(1, x["segment_ids"].max() + 1)]
+print(json.dumps([texts, len(counts), list(stream.identity)]))
+"""
 
 
 @pytest.fixture
@@ -73,10 +90,14 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def opened(hub: Hub, tmp_path: Path, *calls: tuple[list[str], list[str]], **more: str) -> list:
+    return run(SCRIPT, hub, tmp_path, *calls, **more)
+
+
+def run(script: str, hub: Hub, tmp_path: Path, *values: object, **more: str) -> list:
     home = dict(HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=hub.url)
     env = environment.for_user() | home | dict(HF_HUB_DISABLE_XET="1", JAX_PLATFORMS="cpu") | more
-    arguments = [str(tmp_path / "tokens"), *calls]
-    command = [sys.executable, "-c", SCRIPT, *map(json.dumps, arguments)]
+    arguments = [str(tmp_path / "tokens"), *values]
+    command = [sys.executable, "-c", script, *map(json.dumps, arguments)]
     result = subprocess.run(
         command, env=env, text=True, capture_output=True, timeout=helpers.TIMEOUT_SECONDS
     )
@@ -110,6 +131,18 @@ def test_branch_that_changed_gives_other_files_and_names_its_commit(hub: Hub, tm
     assert f"is hub:org/talk@{first} now: name this commit" in before[1][0]
     assert f"is hub:org/talk@{second} now" in after[1][0]
     assert before[4] != after[4] and before[4] == kept[4]
+
+
+def test_streamed_split_has_every_document_and_is_not_downloaded(hub: Hub, tmp_path: Path):
+    commit = hub.repos["datasets/org/talk"].main
+    name = f"hub:org/talk@{commit}/plain/train"
+    ((texts, num_chunks, identity),) = run(STREAM, hub, tmp_path, name)
+    assert sorted(texts) == sorted(TEXTS)
+    files = [f"plain/train-{i}.parquet" for i in range(2)]
+    assert num_chunks == 2 and identity[:2] == [
+        f"hf://datasets/org/talk@{commit}/{x}" for x in files
+    ]
+    assert not [*(tmp_path / "hf").rglob("*.parquet")]
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub: Hub, tmp_path: Path):

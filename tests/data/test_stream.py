@@ -220,14 +220,16 @@ def test_cache_has_at_most_its_limit_while_all_chunks_are_read(tmp_path):
     used, ends = [], threading.Event()
 
     def measure() -> None:
-        while not ends.wait(0.001):
+        while not ends.wait(0.004):
             used.append(used_bytes(tmp_path / "cache"))
 
     thread = threading.Thread(target=measure)
     thread.start()
-    num_sequences(source)
-    ends.set()
-    thread.join()
+    try:
+        num_sequences(source)
+    finally:
+        ends.set()
+        thread.join()
     text = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
     assert 2 * text > 2 * 2**20 * MIB * 1024  # tokens of two bytes, twice the limit
     assert 0.3 * 2**20 < max(used) <= 2**20

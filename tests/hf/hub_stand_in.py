@@ -183,11 +183,12 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.main if revision == "main" else revision
         if (content := repo.commits[commit].get(name)) is None:
             return self._error(404, "EntryNotFound")
-        begin = int(re.sub(r"bytes=(\d+)-.*", r"\1", self.headers["Range"] or "bytes=0-"))
-        self.send_response(206 if begin else 200)
-        part = content[begin:]
-        if begin:
-            span = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
+        begin, last = asked.groups() if asked else (0, "")
+        part = content[int(begin) : int(last) + 1 if last else None]
+        self.send_response(206 if asked else 200)
+        if asked:
+            span = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(content)}"
             self.send_header("Content-Range", span)
         self.send_header("Content-Length", str(len(part)))
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
