@@ -238,9 +238,7 @@ def open_corpus(
         progress=progress,
         log=log,
     )
-    configs = [source for source in config.mixture if source.share > 0]
-    if not config.mixture:
-        configs = [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
+    configs = source_configs(config)
     # Before anything is tokenized.
     files = [opener.files(source) for source in configs]
     evaluated = open_heldout(opener, eval_files) if eval_files else None
@@ -280,6 +278,13 @@ def open_corpus(
     )
 
 
+def source_configs(config: DataConfig) -> list[SourceConfig]:
+    """The sources to train on; one without a name for data.sources."""
+    if config.mixture:
+        return [source for source in config.mixture if source.share > 0]
+    return [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreOpener:
     """Lists the files of sources and opens their token stores."""
@@ -316,9 +321,7 @@ class StoreOpener:
             self.warnings.append(
                 f"{setting}: files that are also in data.eval_sources: {num_evaluated:,}; they are not trained on"
             )
-        for path in source.paths:
-            if path.startswith(hub.DATASET_PREFIX):
-                self.warnings.extend(hub.pin_advice(path, setting))
+        self.warnings.extend(hub.pin_advice(source.paths, setting))
         if num_duplicates:
             self.warnings.append(
                 f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch"

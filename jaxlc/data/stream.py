@@ -12,7 +12,6 @@ make these chunks again.
 """
 
 import glob
-import math
 import shutil
 import threading
 import time
@@ -22,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -47,7 +46,7 @@ from jaxlc.data.tokens.store import LEFTOVER_SECONDS
 _PREFIX = "stream-"  # of temporary directories in data.cache_dir
 _READERS = 16  # threads that ask for the sizes of files and row groups
 # What fsspec says of a file that changes with its content: in object stores, on the hub, elsewhere.
-_VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "created")
+_VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")
 # Least text of a chunk for each GiB of the cache: a chunk has at most twice of it, except for large
 # files, and takes about five times its text while it is made; half of the cache is free then.
 _CHUNK_BYTES = 2**30 / 32
@@ -83,7 +82,7 @@ def _explained(url: str, setting: str) -> Iterator[None]:
 
 def _version(info: Mapping[str, Any]) -> str:
     known = [f"{name} {info[name]}" for name in _VERSIONS if info.get(name)]
-    return f"{info['size']} bytes, {known[0]}"
+    return ", ".join([f"{info['size']} bytes", *known[:1]])
 
 
 def _spans(sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
@@ -129,13 +128,13 @@ def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
             sizes = [footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)]
             return [part(*span, sum(sizes[slice(*span)])) for span in _spans(sizes, chunk_bytes)]
     size = info["size"]
-    num_parts = math.ceil(size / chunk_bytes) if url.endswith(".jsonl") else 1
+    num_parts = size // chunk_bytes + 1 if url.endswith(".jsonl") else 1
     bounds = [size * i // num_parts for i in range(num_parts + 1)]
     return [part(begin, end, end - begin) for begin, end in pairwise(bounds)]
 
 
-def _fetch(part: Part, directory: Path, fields: Fields, setting: str) -> SourceFile:
-    """Copies a part to a file in a new directory.
+def _fetch(part: Part, copy: Path, fields: Fields, setting: str) -> SourceFile:
+    """Copies a part to a file.
 
     Raises:
       UserError: the file cannot be read, or has changed since the stream was opened.
@@ -143,13 +142,22 @@ def _fetch(part: Part, directory: Path, fields: Fields, setting: str) -> SourceF
     import fsspec
 
     url, version, begin, end, _ = part
-    directory.mkdir()
-    copy = directory / f"{begin}@{PurePosixPath(url).name}"
     with _explained(url, setting):
         fs, path = fsspec.url_to_fs(url)
         try:
             if url.endswith(".parquet"):
-                _copy_rows(fs.open(path), range(begin, end), copy, fields, setting)
+                from pyarrow import parquet
+
+                with fs.open(path) as opened, parquet.ParquetFile(opened) as table:
+                    columns = needed_columns(
+                        copy,
+                        fields.document,
+                        fields.others,
+                        fields.setting(setting),
+                        table.schema_arrow.names,
+                    )
+                    rows = table.read_row_groups([*range(begin, end)], columns)
+                parquet.write_table(rows, copy)
             elif url.endswith(".jsonl"):
                 copy.write_bytes(fs.read_block(path, begin, end - begin, b"\n"))
             else:
@@ -158,16 +166,6 @@ def _fetch(part: Part, directory: Path, fields: Fields, setting: str) -> SourceF
             fs.invalidate_cache(path)
             _check_same(url, version, _version(fs.info(path)))
     return SourceFile(f"{begin}@{url}", copy, copy.stat().st_size, 0, setting)
-
-
-def _copy_rows(file: Any, groups: range, copy: Path, fields: Fields, setting: str) -> None:
-    """Copies the columns that documents need."""
-    from pyarrow import parquet
-
-    with file, parquet.ParquetFile(file) as table:
-        names, field_setting = table.schema_arrow.names, fields.setting(setting)
-        columns = needed_columns(copy, fields.document, fields.others, field_setting, names)
-        parquet.write_table(table.read_row_groups([*groups], columns), copy)
 
 
 def _check_same(name: str, before: object, now: object) -> None:
@@ -188,7 +186,8 @@ class ChunkedSequences:
     # by chunk, the least recently used first; None: it has no sequence
     _made: dict[int, Future[PackedSequences | None]] = field(default_factory=dict)
     _bytes: dict[int, int] = field(default_factory=dict)  # of complete chunks
-    _ends: list[int] = field(default_factory=list)  # of the sequences of each chunk
+    # First sequence of each known chunk, and the end of the last one.
+    _bounds: list[int] = field(default_factory=lambda: [0])
     _lock: Any = field(default_factory=threading.Lock)
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     _is_closed: bool = False
@@ -214,31 +213,33 @@ class ChunkedSequences:
         Raises:
           UserError: a chunk cannot be read, or no chunk has a sequence.
         """
+        bounds = self._bounds
         while True:
             with self._lock:
-                is_counted = len(self._ends) == len(self.chunks)
-                if is_counted and not self._ends[-1]:
-                    raise UserError("data.stream: no document has a length that the source uses")
-                epoch, place = divmod(i, self._ends[-1]) if is_counted else (0, i)
-                number = bisect_right(self._ends, place)
+                is_counted = len(bounds) > len(self.chunks)
+                if is_counted and not bounds[-1]:
+                    raise UserError(
+                        f"{corpus.setting_of(self.source)}: no document has a length that the source uses"
+                    )
+                epoch, place = divmod(i, bounds[-1]) if is_counted else (0, i)
+                number = bisect_right(bounds, place) - 1
                 packed = self._requested(number)
                 self._requested((number + 1) % len(self.chunks))
             sequences = packed.result()
             num_sequences = sequences.num_sequences if sequences else 0
             with self._lock:
-                begin = self._ends[number - 1] if number else 0
-                if number == len(self._ends):
-                    self._ends.append(begin + num_sequences)
-            if sequences and place < begin + num_sequences:
-                return sequences, place - begin + epoch * num_sequences
+                if number + 1 == len(bounds):
+                    bounds.append(bounds[number] + num_sequences)
+            if sequences and place < bounds[number + 1]:
+                return sequences, place - bounds[number] + epoch * num_sequences
 
     def counts(self, num_sequences: int) -> list[int]:
         """The number of sequences of each chunk that has some of the first `num_sequences`."""
-        ends = self._ends[: bisect_left(self._ends, num_sequences) + 1]
-        return np.diff(ends, prepend=0).tolist()
+        end = bisect_left(self._bounds, num_sequences)
+        return np.diff(self._bounds[: end + 1]).tolist()
 
     def resume(self, counts: Sequence[int]) -> None:
-        self._ends = np.cumsum(counts, dtype=int).tolist()
+        self._bounds = [*accumulate(counts, initial=0)]
 
     def close(self) -> None:
         """Ends the thread."""
@@ -264,7 +265,7 @@ class ChunkedSequences:
                 warnings=[],
             )
             copies = [
-                _fetch(part, directory / str(i), fields, setting)
+                _fetch(part, directory / f"{i}@{PurePosixPath(part.url).name}", fields, setting)
                 for i, part in enumerate(self.chunks[number])
             ]
             files = [file for file in copies if file.size_bytes]
@@ -322,8 +323,7 @@ class Stream(DataSource):
         """
         errors.require("fsspec", "config.data.stream")
         data, cache = config.data, local_path(config.data.cache_dir)
-        source = SourceConfig(name="", paths=data.sources, text_field=data.text_field)
-        source = next((x for x in data.mixture if x.share), source)
+        (source,) = corpus.source_configs(data)
         setting, chunk_bytes = corpus.setting_of(source), int(data.stream_cache_gib * _CHUNK_BYTES)
         make_writable(cache, "use a different --config.data.cache_dir")
         for left in cache.glob(f"{_PREFIX}*"):  # by a process that was killed
@@ -350,8 +350,6 @@ class Stream(DataSource):
                     parts += cut_parts
                     update(number, len(urls))
         spans = [*_spans([part.num_bytes for part in parts], chunk_bytes)]
-        if not spans:
-            raise UserError(f"{setting}: no text, all files are empty; use different sources")
         least_gib = _CHUNK_BYTES_PER_TOKEN * data.seq_len / _CHUNK_BYTES
         if data.stream_cache_gib < least_gib:
             opener.warnings.append(
@@ -359,9 +357,7 @@ class Stream(DataSource):
                 f" data.seq_len tokens, so that they have more padding; use"
                 f" --config.data.stream_cache_gib={least_gib:.2g}"
             )
-        for path in source.paths:
-            if path.startswith(hub.DATASET_PREFIX):
-                opener.warnings.extend(hub.pin_advice(path, setting))
+        opener.warnings.extend(hub.pin_advice(source.paths, setting))
         identity = {part.url: part.version for part in parts} | {
             "the source": repr(corpus.identity_of(source, source.share)),
             "data.tokenizer": inputs.tokenizer.fingerprint,
@@ -392,10 +388,9 @@ class Stream(DataSource):
 
     def resume(self, meta: Mapping[str, Any], next_sequence: int) -> None:
         if stored := meta.get("stream"):
-            for name in stored["identity"] | self.identity:
-                _check_same(
-                    name, *(x.get(name, "nothing") for x in (stored["identity"], self.identity))
-                )
+            before = stored["identity"]
+            for name in before | self.identity:
+                _check_same(name, before.get(name, "nothing"), self.identity.get(name, "nothing"))
             self.train.resume(stored["counts"])
         self.train.at(next_sequence)  # raises errors in its chunk before the step is compiled
 

@@ -366,3 +366,9 @@ def test_source_that_cannot_be_listed_is_named(tmp_path, name, words):
 def test_url_without_a_stream_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a URL, .*: set --config.data.stream=True, or copy"):
         data_sources.open(load(settings(tmp_path, "s3://bucket/a.jsonl", data__stream=False)))
+
+
+def test_files_without_text_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="^data.sources: no document has a length that the source"):
+        opened(tmp_path, str(tmp_path / "empty.jsonl")).resume({}, 0)

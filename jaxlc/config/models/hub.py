@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -214,13 +214,14 @@ def dataset_files(name: str, setting: str, *, is_streamed: bool = False) -> list
         ) from error
 
 
-def pin_advice(name: str, setting: str) -> list[str]:
-    """A warning if the files of a data set may be others in a later run."""
-    asked = Dataset.parse(name, setting)
-    if asked.is_pinned:
-        return []
-    pinned = f"{DATASET_PREFIX}{asked.repo_id}@{asked.commit()}"
-    return [f"{setting}: {name} is {pinned} now: name this commit to have the same files later"]
+def pin_advice(names: Iterable[str], setting: str) -> Iterator[str]:
+    """A warning for each data set among the sources whose files may be others in a later run."""
+    for name in names:
+        if name.startswith(DATASET_PREFIX):
+            asked = Dataset.parse(name, setting)
+            if not asked.is_pinned:
+                pinned = f"{DATASET_PREFIX}{asked.repo_id}@{asked.commit()}"
+                yield f"{setting}: {name} is {pinned} now: name this commit to have the same files later"
 
 
 def _paths_of(asked: Dataset) -> list[str]:
