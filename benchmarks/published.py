@@ -71,9 +71,7 @@ class PublishedRun:
     def config(self) -> Config:
         """The config of the compiled step."""
         config = defaults()
-        for key, value in {**_COMMON, **self.settings}.items():
-            section, _, name = key.partition(".")
-            config[section][name] = tuple(value) if isinstance(value, list) else value
+        config.update_from_flattened_dict({**_COMMON, **self.settings})
         # evaluation is not part of the step
         config.train.eval_sequences = config.mesh.data * config.mesh.fsdp
         return load(config)

@@ -40,7 +40,8 @@ def test_generate_from_path_and_from_result_agree_and_stream(run):
     (from_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
     np.testing.assert_array_equal(from_ids.tokens, generation.tokens)
     with pytest.raises(
-        UserError, match="step and mesh have no effect with a Result: pass them to jaxlc.load"
+        UserError,
+        match="step, mesh and adapter have no effect with a Result: pass them to jaxlc.load",
     ):
         jaxlc.generate(result, PROMPT, mesh=dict(context=4))
 
