@@ -43,14 +43,28 @@ INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
 # Lines of core/text.py, which a slow machine prints.
-PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
+PROGRESS_LINE = re.compile(r"^\w[^:\n]*: .*\b(left|so far)\n", re.MULTILINE)
 
 # more than 20 CPU seconds
-HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "qlora", "use_of_context"}
+HEAVY = {
+    "agent",
+    "extend_context",
+    "hybrid",
+    "long_context_chat",
+    "own_model",
+    "qlora",
+    "use_of_context",
+}
 
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.
 SHORTER = {
+    "agent": {
+        "config.train.update(steps=60, checkpoint_every_steps=60": "config.train.update(steps=2, "
+        "checkpoint_every_steps=2",
+        "student.train.update(steps=60, checkpoint_every_steps=60, log_every_steps=20": "student.train.update("
+        "steps=2, checkpoint_every_steps=2, log_every_steps=1",
+    },
     "extend_context": {
         "steps=150, global_batch_size=16, eval_every_steps=0, eval_sequences=32": "steps=12, global_batch_size=4, "
         "eval_every_steps=0, eval_sequences=4",
