@@ -69,7 +69,7 @@ def load_pretrained(
     """The parameters of config.model.init_from, with the shardings of `step`, and a line that
     describes them.
 
-    Adapters of LoRA are those of config.lora.init_from, or have their initial values. If
+    LoRA adapters are read from config.lora.init_from, or have their initial values. If
     config.model.vocab_size is larger than the vocabulary of the model, the rows of new tokens are
     added: see `_with_new_rows`.
 

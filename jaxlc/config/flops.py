@@ -136,7 +136,7 @@ class QuantizedMatrix(NamedTuple):
 
 def quantized_matrices(model: ModelConfig, config: RunConfig) -> dict[str, QuantizedMatrix]:
     """The frozen matrices that precision.frozen quantizes, by their paths in the parameter tree, such
-    as layers_2/attention/wq: with nf4 those of layers, without routers; with mxfp4 the experts of a
+    as layers_2/attention/wq. nf4: the matrices of layers, without routers. mxfp4: the experts of a
     family that has them in MXFP4, which nf4 does not change.
     """
     frozen, found = config.precision.frozen, dict[str, QuantizedMatrix]()

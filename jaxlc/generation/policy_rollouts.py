@@ -237,9 +237,9 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
 
 def means_of(traces: Sequence[dict[str, Any]], path: Path) -> dict[str, float]:
     """Means over the answers of process 0, which writes them to `path`, in all processes."""
+    on_process_0(lambda: write_rollouts(traces, path))
     means = np.zeros(len(_MEANS))
     if traces:
-        write_rollouts(traces, path)
         rewarded = [trace for trace in traces if FAILED not in trace]
         rewards = [trace["reward"] for trace in rewarded]
         lengths = [sum(trace["loss_mask"]) for trace in rewarded]

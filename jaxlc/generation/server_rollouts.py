@@ -149,13 +149,16 @@ class ServerRollouts:
         write_adapters(config, family, _Gathered(params, config), partial, prefix=prefix)
         if jax.process_index() != 0:
             shutil.rmtree(partial)
-            return
-        partial.rename(target)
-        saved = committed_steps(self._workdir / CHECKPOINTS_DIRECTORY)
-        first = min([version, *saved] if saved else [0]) - config.rollouts.lag
-        for other in self._directory.iterdir():
-            if other.name.isdigit() and int(other.name) < first:
-                shutil.rmtree(other)
+
+        def replace_versions() -> None:
+            partial.rename(target)
+            saved = committed_steps(self._workdir / CHECKPOINTS_DIRECTORY)
+            first = min([version, *saved] if saved else [0]) - config.rollouts.lag
+            for other in self._directory.iterdir():
+                if other.name.isdigit() and int(other.name) < first:
+                    shutil.rmtree(other)
+
+        on_process_0(replace_versions)
 
 
 class _Gathered:

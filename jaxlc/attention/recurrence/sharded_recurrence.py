@@ -36,7 +36,7 @@ class GroupTable(NamedTuple):
     token_of_place_bGg: jax.Array  # -1: none
     # of P tokens before the group and of its places, L = P + g; of empty places: the last one
     segments_bGL: jax.Array
-    fragment_bG: jax.Array  # of each group; F: none. Those of a fragment are consecutive
+    fragment_bG: jax.Array  # of each group; F: none. A fragment has consecutive groups
     last_tokens_bFP: jax.Array  # the last P tokens of each fragment; -1: the fragment has fewer
     place_in_last_bt: jax.Array  # of each token, among the last ones of all fragments; -1: none
 

@@ -56,8 +56,8 @@ class AttentionSettings:
 
 
 def heads_path(path: str) -> str:
-    """The path of the sizes of heads, where layers have their settings at `path`: those of the
-    model are in a section.
+    """The path of the sizes of heads, for layers with settings at `path`: the model has a section
+    for them, a kind has not.
     """
     return "config.model.attention" if path == "model" else f"config.{path}"
 

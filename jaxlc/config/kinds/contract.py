@@ -281,7 +281,7 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
     section: str  # of its settings in the model
     settings: type  # the class of the section
     widths: Mapping[str, str]  # fields of `RecurrentWidths` -> settings of the section
-    published: Mapping[str, int]  # the sizes that have to be set, with those of a published model
+    published: Mapping[str, int]  # the required sizes, with the values of a published model
     published_model: str
     products_per_token: int  # of a head with its state [K, V]
     # delta_states: the state that enters each part of a sequence.
