@@ -14,6 +14,7 @@ from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
+from jaxlc.data.sequences.packing import best_fit
 from jaxlc.plan.program import StepProgram
 from jaxlc.simulate.packed_work import (
     AttentionWork,
@@ -126,27 +127,20 @@ def read_documents(config: Config, source: str) -> Documents:
 def _separate_rows(
     source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int
 ) -> list[np.ndarray]:
-    """Sequences in which each document that no other one continues repeats its prefixes; it is in the
-    first sequence that has room.
+    """Sequences in which each document that no other one continues repeats its prefixes.
 
     Raises:
       UserError: a document is longer than a sequence.
     """
-    sequences: list[list[int]] = []
-    rows = np.add(lengths, _tokens_before(lengths, prefixes)).tolist()
-    for number, row in enumerate(rows, start=1):
-        if number in prefixes:
-            continue
-        if row > seq_len:
-            raise UserError(
-                f"the document lengths {source} have a document of {row:,} tokens, with its prefix: expected at most"
-                f" config.data.seq_len={seq_len}"
-            )
-        fitting = next((sequence for sequence in sequences if sum(sequence) + row <= seq_len), None)
-        if fitting is None:
-            sequences.append(fitting := [])
-        fitting.append(row)
-    return [np.array(sequence) for sequence in sequences]
+    is_leaf = ~np.isin(np.arange(len(lengths)) + 1, prefixes)
+    rows = np.add(lengths, _tokens_before(lengths, prefixes))[is_leaf]
+    if rows.max() > seq_len:
+        raise UserError(
+            f"the document lengths {source} have a document of {rows.max():,} tokens, with its prefix: expected at most"
+            f" config.data.seq_len={seq_len}"
+        )
+    bins = best_fit(rows, seq_len)
+    return [rows[bins == number] for number in range(bins.max() + 1)]
 
 
 def _tokens_before(lengths: Sequence[int], prefixes: Sequence[int]) -> np.ndarray:
@@ -178,19 +172,17 @@ def _parse(source: str) -> tuple[list[int], list[int]]:
     prefixes: list[int] = []
     for part in source.split(","):
         plain = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip())
-        tree = _nodes(part.strip().removeprefix("tree:")) if "tree:" in part else []
         if plain:
-            count = int(plain[2] or 1)
-            lengths += [int(plain[1])] * count
-            prefixes += [0] * count
-        elif tree:
-            prefixes += [prefix and prefix + len(prefixes) for _, prefix in tree]
-            lengths += [length for length, _ in tree]
+            nodes = [(int(plain[1]), 0)] * int(plain[2] or 1)
         else:
+            nodes = _nodes(part.strip().removeprefix("tree:")) if "tree:" in part else []
+        if not nodes:
             raise UserError(
                 f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as"
                 " 65536,1024x64 or tree:131072+8x8192"
             )
+        prefixes += [prefix and prefix + len(prefixes) for _, prefix in nodes]
+        lengths += [length for length, _ in nodes]
     return lengths, prefixes
 
 

@@ -91,7 +91,7 @@ CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 class Trace:
     """A prompt and an answer, or several turns of both."""
 
-    where: str  # FILE:NUMBER, for errors
+    where: str  # FILE:NUMBER, for errors; empty: a mismatched answer, see `trees.labeled_steps`
     tokens: np.ndarray  # int32 [n]
     in_loss: np.ndarray  # bool [n]; False for the first token
     prompt: bytes  # a hash of what precedes the first answer
@@ -100,7 +100,8 @@ class Trace:
     reward: float | None = None
     advantage: float | None = None
     label: bool | None = None
-    has_loss: bool = True  # False: a mismatched answer, see `trees.labeled_steps`
+    # False: a mismatched answer, or a truncated one with posttrain.mask_truncated
+    has_loss: bool = True
     is_truncated: bool = False
     policy_step: int | None = None
     # float32 [n] by name, of LOG_PROBS; 0 for tokens that are not in the loss.
@@ -258,7 +259,7 @@ class TraceReader:
         arrays = []
         for name in TEACHER:
             try:
-                arrays.append(np.asarray(_array_of_file(values[name])))
+                arrays.append(_array_of_file(values[name]))
             except (KeyError, ValueError, TypeError) as error:
                 raise BadRecord(f"{where}: {name} is no array ({reason_of(error)})") from error
         tokens, log_probs = arrays
@@ -269,7 +270,8 @@ class TraceReader:
                 f"{where}: teacher_tokens is {tokens.dtype}{list(tokens.shape)}, expected integers {list(expected)}:"
                 " tokens in the loss, and config.posttrain.teacher_top_k or more"
             )
-        if log_probs.shape != tokens.shape or not (np.exp(log_probs).sum(1) <= 1.001).all():
+        is_number = np.issubdtype(log_probs.dtype, np.number) and log_probs.shape == tokens.shape
+        if not is_number or not (np.exp(log_probs).sum(1) <= 1.001).all():
             raise BadRecord(
                 f"{where}: teacher_log_probs are not the logarithms of probabilities of teacher_tokens"
             )
@@ -491,11 +493,8 @@ def _expert_rows(
             " config.posttrain.replay_routing=True needs; record them in sampling, or set it to False"
         )
     try:
-        content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
-        if content.startswith(_NPY_MAGIC):
-            return _array_of_file(content)
-        numbers = np.frombuffer(content, values.get("routed_experts_dtype", "int32"))
-        return numbers.reshape(num_rows, -1, num_chosen)
+        rows = _array_of_file(value, values.get("routed_experts_dtype", "int32"))
+        return rows.reshape(num_rows, -1, num_chosen) if rows.ndim == 1 else rows
     except (ValueError, TypeError) as error:
         raise BadRecord(
             f"{where}: routed_experts is no array of {num_rows} rows of {num_chosen} experts in each layer"
@@ -503,12 +502,16 @@ def _expert_rows(
         ) from error
 
 
-def _array_of_file(value: Any) -> Any:
-    """The array of a .npy file, from its bytes or their base64 text; other values as they are."""
+def _array_of_file(value: Any, dtype: Any = None) -> np.ndarray:
+    """The array of a .npy file, or of numbers of `dtype` alone, from bytes or their base64 text; or of
+    a list.
+    """
     content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
-    if isinstance(content, bytes):
+    if not isinstance(content, bytes):
+        return array_of(content)
+    if content.startswith(_NPY_MAGIC):
         return np.load(io.BytesIO(content), allow_pickle=False)
-    return array_of(content)
+    return np.frombuffer(content, dtype)
 
 
 def encoded_array(array: np.ndarray) -> bytes:

@@ -43,6 +43,7 @@ from jaxlc.posttrain.records import (
 from jaxlc.posttrain.trees import (
     PackedTraces,
     Tree,
+    experts_differ,
     fingerprint,
     groups_of,
     labeled_steps,
@@ -64,7 +65,6 @@ class Traces(DataSource):
     heldout: PackedTraces | None  # None: no group is held out
     # means over the traces, the groups, or the tokens of prefixes, for metrics
     rewards: dict[str, float]
-    masks_truncated: bool  # truncated traces have no loss
 
     @classmethod
     def open(cls, config: Config, inputs: Inputs) -> "Traces":
@@ -82,17 +82,12 @@ class Traces(DataSource):
 
     def views(self) -> list[SourceView]:
         """The traces, as trees."""
-        in_loss = [
-            trace.in_loss.sum()
-            for trace in self.traces
-            if not (self.masks_truncated and trace.is_truncated)
-        ]
         return [
             SourceView(
                 name=_SETTING,
                 unit="trace",
                 lengths=np.array([len(trace.tokens) for trace in self.traces]),
-                num_loss_tokens=int(sum(in_loss)),
+                num_loss_tokens=_num_in_loss(self.traces),
                 examples=([*self._shown(tree)] for tree in self.train.trees),
             )
         ]
@@ -107,7 +102,7 @@ class Traces(DataSource):
                 1.0,
                 num_tokens,
                 num_epochs,
-                self.train.num_traces,
+                len(self.train.traces),
                 self.train.num_tokens,
             ),
         ]
@@ -115,7 +110,7 @@ class Traces(DataSource):
     def details(self) -> list[str]:
         """Groups, shared prefixes, tokens in the loss and means of rewards."""
         num_tokens = sum(len(trace.tokens) for trace in self.train.traces)
-        num_in_loss = sum(int(trace.in_loss.sum()) for trace in self.train.traces)
+        num_in_loss = _num_in_loss(self.train.traces)
         shared = [
             node.end - node.first
             for tree in self.train.trees
@@ -141,10 +136,14 @@ class Traces(DataSource):
             tokens = node.trace.tokens[node.first : node.end + 1]
             has_loss = np.zeros(len(tokens), bool)
             for trace in node.traces:
-                if not (self.masks_truncated and trace.is_truncated):
+                if trace.has_loss:
                     in_loss = trace.in_loss[node.first + 1 : node.end + 1]
                     has_loss[: len(in_loss)] |= in_loss
             yield ShownTokens("; ".join([*shared, *ending]), tokens, has_loss, depth)
+
+
+def _num_in_loss(traces: Group) -> int:
+    return int(sum(trace.in_loss.sum() for trace in traces if trace.has_loss))
 
 
 def _title(trace: Trace, number: str) -> str:
@@ -152,7 +151,7 @@ def _title(trace: Trace, number: str) -> str:
     known = dict(
         group=group, trajectory=trace.trajectory, reward=trace.reward, advantage=trace.advantage
     )
-    parts = [trace.where, number]
+    parts = [trace.where or "mismatched", number]
     parts += [
         f"{name} {x if isinstance(x, str) else f'{x:.4g}'}"
         for name, x in known.items()
@@ -186,6 +185,8 @@ def open_traces(
         traces = [_labeled(trace, posttrain.loss) for trace in traces]
     if posttrain.loss == "reverse_kl":  # the loss computes those of tokens
         traces = [replace(trace, advantage=1.0) for trace in traces]
+    if posttrain.loss and posttrain.mask_truncated:
+        traces = [replace(trace, has_loss=not trace.is_truncated) for trace in traces]
 
     levels = config.attention.shared_prefixes
     trees = functools.partial(trees_of, seq_len=data.seq_len, levels=levels)
@@ -196,7 +197,9 @@ def open_traces(
         raise UserError("config.data.traces has no trace that can be used")
     if posttrain.loss:
         groups = [with_advantages(group, posttrain) for group in groups]
-        warnings += _without_gradient(groups, posttrain.mask_truncated) if step is None else []
+    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
+    if posttrain.loss and step is None:
+        warnings += _without_gradient(rewards, posttrain.mask_truncated)
     train_groups, heldout_groups = _split(groups, data.eval_fraction if step is None else 0.0)
     num_groups = len(train_groups)
     if posttrain.loss and posttrain.no_advantage == "drop":
@@ -216,16 +219,13 @@ def open_traces(
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
-    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
     rewards["failed"] = float(len(read) - len(trained))
     if posttrain.replay_routing:
-        rewards["experts_differ"] = _experts_differ(all_trees)
-    masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
+        rewards["experts_differ"] = experts_differ(tree for part in all_trees for tree in part)
 
     def packed(parts: list[list[Tree]], **options: Any) -> PackedTraces:
         flat = [tree for part in parts for tree in part]
-        options |= dict(masks_truncated=masks_truncated, shared_tokens=data.shared_tokens)
-        return PackedTraces(flat, data.seq_len, dtypes, **options)
+        return PackedTraces(flat, data.seq_len, dtypes, shared_tokens=data.shared_tokens, **options)
 
     train = packed(train_trees, **order)
     settings = _settings(config, num_groups - len(train_groups))
@@ -237,7 +237,6 @@ def open_traces(
         description=_description(train, len(train_groups), len(heldout_groups)),
         warnings=tuple(warnings),
         rewards=rewards,
-        masks_truncated=masks_truncated,
     )
 
 
@@ -246,13 +245,6 @@ def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
     if isinstance(record.values, dict) and record.values.get("failed"):
         return [None]
     return reader.read(record)
-
-
-def _experts_differ(groups: Sequence[list[Tree]]) -> float:
-    """The fraction of shared tokens whose recorded experts differ."""
-    parts = [x for part in groups for tree in part for x in tree.experts_differ]
-    differ = np.concatenate([np.zeros(0, bool), *parts])
-    return float(differ.sum() / max(1, len(differ)))
 
 
 def _steps(groups: Sequence[Group], config: Config) -> tuple[list[list[Tree]], dict[str, Any]]:
@@ -522,11 +514,12 @@ def _age(trace: Trace, step: int) -> int:
 def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
     rewards = [x for group in groups for x in rewards_of(group).values() if x is not None]
+    num_equal = sum(not _has_advantage(group) for group in groups)
     means = dict(
         answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
         truncated=np.mean([trace.is_truncated for trace in traces]),
-        no_advantage=_share_without_advantage(groups),
-        no_advantage_groups=sum(not _has_advantage(group) for group in groups),
+        no_advantage=num_equal / len(groups),
+        no_advantage_groups=num_equal,
     )
     if rewards:
         means |= dict(
@@ -543,32 +536,25 @@ def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
     return {name: float(x) for name, x in means.items()}
 
 
-def _without_gradient(groups: Sequence[Group], masks_truncated: bool) -> Iterator[str]:
+def _without_gradient(means: Mapping[str, float], masks_truncated: bool) -> Iterator[str]:
     """Warns about traces that are masked, and groups without an advantage, if they are many.
 
+    Args:
+      means: of `_rewards`.
     Raises:
       UserError: all traces are masked.
     """
-    num_traces = sum(map(len, groups))
-    num_masked = sum(trace.is_truncated for group in groups for trace in group) * masks_truncated
-    if num_masked == num_traces:
+    masked = means["truncated"] * masks_truncated
+    if masked == 1:
         raise UserError(
             "config.posttrain.mask_truncated=True masks all traces of config.data.traces: no token has a loss"
         )
     for what, fraction in (
-        ("truncated traces, which posttrain.mask_truncated masks", num_masked / num_traces),
-        (
-            "groups without an advantage, such as those with equal rewards",
-            _share_without_advantage(groups),
-        ),
+        ("truncated traces, which posttrain.mask_truncated masks", masked),
+        ("groups without an advantage, such as those with equal rewards", means["no_advantage"]),
     ):
         if fraction > MANY:
             yield f"data.traces: {what}: {fraction:.0%}; they have no gradient"
-
-
-def _share_without_advantage(groups: Sequence[Group]) -> float:
-    """The share of the groups without a gradient: of one trace, or of equal rewards."""
-    return float(np.mean([not _has_advantage(group) for group in groups]))
 
 
 def _has_advantage(group: Group) -> bool:
@@ -579,6 +565,6 @@ def _description(train: PackedTraces, num_groups: int, num_heldout: int) -> str:
     ratio = sum(len(trace.tokens) - 1 for trace in train.traces) / max(1, train.num_tokens)
     shared = f", {ratio:.1f} times fewer than in separate rows" if ratio > 1 else ""
     return (
-        f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
+        f"{len(train.traces):,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
         f" {train.num_tokens:,} tokens{shared}; held out: {num_heldout:,} groups"
     )

@@ -17,7 +17,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,27 +57,9 @@ class Tree:
             yield depth, node
             stack += [(depth + 1, child) for child in reversed(node.children)]
 
-    def inputs(self, trace: Trace) -> slice:
-        """The inputs of the node that a trace has."""
-        return slice(self.first, min(self.end, len(trace.tokens) - 1))
-
-    def inputs_in_loss(self, trace: Trace) -> np.ndarray:
-        """Those that predict a token of the trace in its loss, int [inputs]."""
-        inputs = np.arange(self.first, self.inputs(trace).stop)
-        return inputs[trace.in_loss[inputs + 1]]
-
-    @property
-    def experts_differ(self) -> list[np.ndarray]:
-        """Which shared tokens have other experts in a trace than in the trace whose experts the
-        node gets; bool [tokens] for each node and other trace.
-        """
-        return [
-            (trace.experts[span] != node.trace.experts[span]).any((1, 2))
-            for _, node in self.nodes()
-            for trace in node.traces
-            if trace is not node.trace
-            for span in [node.inputs(trace)]
-        ]
+    def inputs(self, trace: Trace) -> np.ndarray:
+        """The inputs of the node that a trace has, int [inputs]."""
+        return np.arange(self.first, min(self.end, len(trace.tokens) - 1))
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +71,21 @@ class Tree:
         """
         num_rows = sum(int(trace.in_loss.sum()) for trace in self.traces)
         return max(self.num_tokens, -(-num_rows // max(1, levels)))
+
+
+def experts_differ(trees: Iterable[Tree]) -> float:
+    """The fraction of shared tokens that have other recorded experts in a trace than in the trace
+    whose experts their node has.
+    """
+    num_tokens = num_differ = 0
+    for _, node in (item for tree in trees for item in tree.nodes()):
+        for trace in node.traces:
+            if trace is not node.trace:
+                inputs = node.inputs(trace)
+                differ = trace.experts[inputs] != node.trace.experts[inputs]
+                num_tokens += len(inputs)
+                num_differ += differ.any((1, 2)).sum()
+    return float(num_differ / max(1, num_tokens))
 
 
 def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
@@ -121,54 +118,34 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, levels: int) -> list[Tree]
     Args:
       levels: the most ancestors of a node; 0: each trace is a tree of its own.
     """
-    parts: dict[bytes, list[Trace]] = {}  # one level: contexts of a trajectory have other prompts
-    for trace in group:
-        parts.setdefault(trace.prompt if levels == 1 else b"", []).append(trace)
-    return [tree for part in parts.values() for tree in _trees(part, seq_len, levels)]
-
-
-def _trees(group: Sequence[Trace], seq_len: int, levels: int) -> Iterator[Tree]:
-    num_shared = 0
-    if levels == 1 and len(group) > 1:  # of tokens that are in no loss
-        prompt = group[0].tokens[: min(trace.num_prompt_tokens for trace in group)]
-        num_shared = max(0, min(_num_equal(prompt, trace.tokens) for trace in group) - 1)
-
-    def build(traces: Sequence[Trace]) -> list[Tree]:
-        if levels > 1:
-            return _deep_trees(traces, levels)
-        leaves = [
-            Tree(traces=[trace], first=num_shared, end=len(trace.tokens) - 1) for trace in traces
-        ]
-        if not num_shared:
-            return leaves
-        return [Tree(traces=list(traces), first=0, end=num_shared, children=leaves)]
-
-    for tree in build(group):
+    found: list[Tree] = []
+    for tree in _all_trees(group, levels):
         if tree.size(levels) <= seq_len:
-            yield tree
+            found.append(tree)
             continue
         # traces that share many tokens are neighbors
         order = {id(trace): i for i, (_, node) in enumerate(tree.nodes()) for trace in node.traces}
         parts: list[list[Trace]] = [[]]
         for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
-            if parts[-1] and any(x.size(levels) > seq_len for x in build([*parts[-1], trace])):
+            larger = _all_trees([*parts[-1], trace], levels)
+            if parts[-1] and any(x.size(levels) > seq_len for x in larger):
                 parts.append([])
             parts[-1].append(trace)
         for number, part in enumerate(parts):
-            for smaller in build(part):
-                smaller.repeats = number > 0
-                yield smaller
+            smaller = _all_trees(part, levels)
+            found += [dataclasses.replace(x, repeats=number > 0) for x in smaller]
+    return found
 
 
-def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
-    """The trees of all equal first tokens.
+def _all_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
+    """The trees of all equal first tokens that may be shared.
 
     While a path has too many shared nodes, the one that saves the fewest tokens becomes the start of
     each of its children.
     """
     root = Tree(traces=[], first=0, end=0)
     for trace in traces:
-        _insert(root.children, trace)
+        _insert(root.children, trace, levels)
     while True:
         longest: list[Tree] = []
         path: list[Tree] = []
@@ -188,12 +165,18 @@ def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
         parent.children[at : at + 1] = node.children
 
 
-def _insert(siblings: list[Tree], trace: Trace) -> None:
+def _num_shareable(trace: Trace, levels: int) -> int:
+    """The number of first tokens that other traces may share."""
+    return len(trace.tokens) if levels > 1 else levels * trace.num_prompt_tokens
+
+
+def _insert(siblings: list[Tree], trace: Trace, levels: int) -> None:
     """Adds a trace to trees, with a node for the inputs that it does not share."""
-    at, end = 0, len(trace.tokens) - 1
+    at, end, most = 0, len(trace.tokens) - 1, _num_shareable(trace, levels)
     while at < end:
-        for node in siblings:
-            span = slice(node.first, node.end + 1)
+        for node in siblings if at + 1 < most else ():
+            last = min(node.end + 1, most, _num_shareable(node.trace, levels))
+            span = slice(node.first, last)
             num_equal = _num_equal(node.trace.tokens[span], trace.tokens[span])
             if num_equal > 1:  # an input is shared if it predicts equal tokens
                 break
@@ -270,7 +253,7 @@ def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
         np.concatenate([x[:first], y[first_other:]])
         for x, y in ((trace.tokens, other.tokens), (trace.in_loss, other.in_loss))
     )
-    values = dict(advantage=None, log_probs={}, has_loss=False)
+    values = dict(where="", advantage=None, log_probs={}, has_loss=False)
     joined = dataclasses.replace(trace, tokens=tokens, in_loss=in_loss, **values)
     return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
 
@@ -284,7 +267,6 @@ class PackedTraces:
         seq_len: int,
         dtypes: Mapping[str, np.dtype],
         *,
-        masks_truncated: bool = False,
         shared_tokens: Literal["leaf", "node"] = "leaf",
         seed: int | None = None,
         bins: np.ndarray | None = None,
@@ -294,18 +276,15 @@ class PackedTraces:
         Args:
           trees: none is larger than a sequence. With posttrain.loss, all traces have an advantage.
           dtypes: of the arrays of a sequence, see `array_dtypes`.
-          masks_truncated: truncated traces have no loss.
           shared_tokens: config.data.shared_tokens.
           seed: of the order; None: the same order in every epoch.
           bins: int64 [trees]: the sequence of each tree, in the order of training; None: best fit.
           batch_size: the number of sequences is a multiple of it.
         """
         self._seq_len, self._dtypes = seq_len, dtypes
-        self._masks_truncated, self._seed = masks_truncated, seed
-        self._counts_once = shared_tokens == "node"
+        self._seed, self._counts_once = seed, shared_tokens == "node"
         self.trees = tuple(trees)
-        self.traces = tuple(trace for tree in trees for trace in tree.traces if trace.has_loss)
-        self.num_traces = len(self.traces)
+        self.traces = tuple(trace for tree in trees for trace in tree.traces if trace.where)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
         (levels,) = dtypes["prefix_ids"].shape if "prefix_ids" in dtypes else (0,)
         self._is_ordered = bins is not None
@@ -334,6 +313,7 @@ class PackedTraces:
             end = at + node.end - node.first
             values = dict(
                 tokens=node.trace.tokens[span],
+                targets=node.trace.tokens[targets],
                 positions=np.arange(node.first, node.end),
                 segment_ids=segment,
                 experts=node.trace.experts[span],
@@ -341,34 +321,30 @@ class PackedTraces:
             if depth:
                 arrays["prefix_ids"][at:end, :depth] = segments[:-1]
             for trace in node.traces:
-                inputs = node.inputs_in_loss(trace)
+                inputs = node.inputs(trace)
+                inputs = inputs[trace.in_loss[inputs + 1]]
                 places = at + inputs - node.first
                 for name in trace.teacher.keys() & arrays.keys():
                     arrays[name][places] = trace.teacher[name][inputs + 1]
+                loss = self._loss(trace, inputs + 1)
                 if "loss_tokens" in arrays:
                     leaf = leaves.setdefault(id(trace), len(leaves) + 1)
-                    ids = dict(loss_tokens=places, loss_segments=leaf)
-                    loss = self._loss(trace, inputs + 1)
-                    row = _write(rows, row, row + len(inputs), **ids, **loss)
-            if "loss_tokens" in arrays:
-                values["targets"] = node.trace.tokens[targets]
-            elif not node.children:
-                values |= dict(
-                    targets=node.trace.tokens[targets], **self._loss(node.trace, targets)
-                )
-            at = _write(arrays, at, end, **values)
+                    loss |= dict(loss_tokens=places, loss_segments=leaf)
+                    places = slice(row, row + len(inputs))
+                    row = places.stop
+                _write(rows, places, **loss)
+            _write(arrays, slice(at, end), **values)
+            at = end
         if self._counts_once:
             tokens = rows["loss_tokens"][:row]
             rows["loss_weights"][:row] /= np.bincount(tokens)[tokens]
         return arrays
 
-    def _loss(self, trace: Trace, targets: slice | np.ndarray) -> dict[str, np.ndarray | float]:
-        """The arrays of the loss of some targets of a trace."""
-        in_loss = trace.in_loss[targets]
-        is_masked = not trace.has_loss or (self._masks_truncated and trace.is_truncated)
+    def _loss(self, trace: Trace, targets: np.ndarray) -> dict[str, Any]:
+        """The arrays of the loss of some targets of a trace that are in its loss."""
         return dict(
-            loss_weights=in_loss & (not is_masked),
-            answer_weights=in_loss / trace.in_loss.sum(),
+            loss_weights=trace.has_loss,
+            answer_weights=1 / trace.in_loss.sum(),
             advantages=trace.advantage or 0.0,
             **dict(sampled_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
@@ -376,12 +352,13 @@ class PackedTraces:
 
 
 def _write(
-    arrays: dict[str, np.ndarray], begin: int, end: int, **values: np.ndarray | int | float
-) -> int:
-    """Writes values, without those that the batch does not have; returns `end`."""
+    arrays: dict[str, np.ndarray],
+    places: slice | np.ndarray,
+    **values: np.ndarray | int | float,
+) -> None:
+    """Writes values, without those that the batch does not have."""
     for name in values.keys() & arrays.keys():
-        arrays[name][begin:end] = values[name]
-    return end
+        arrays[name][places] = values[name]
 
 
 def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[Trace]:

@@ -174,7 +174,7 @@ def test_record_that_cannot_be_used_is_a_bad_record(tmp_path, record, message):
     with pytest.raises(UserError, match=f"records.jsonl:1: .*{message}.*data.max_bad_records"):
         opened(tmp_path, [record])
     traces = opened(tmp_path, [record, dict(prompt="q", completion="a")], max_bad_records=1)
-    assert traces.train.num_traces == 1 and "skipped records: 1" in traces.warnings[0]
+    assert len(traces.train.traces) == 1 and "skipped records: 1" in traces.warnings[0]
 
 
 def test_prompt_and_completion_are_a_chat_of_a_mixture(tmp_path):
@@ -283,7 +283,7 @@ def test_answers_of_one_prompt_are_a_group_in_spite_of_their_tokens(tmp_path):
     """The tokens of the prompt differ, since one answer continues its last word."""
     records = [dict(prompt="a the", completion=text, group=0) for text in ("y you", " cat")]
     assert (
-        opened(tmp_path, records, tokenizer=write_metaspace_tokenizer(tmp_path)).train.num_traces
+        len(opened(tmp_path, records, tokenizer=write_metaspace_tokenizer(tmp_path)).train.traces)
         == 2
     )
 

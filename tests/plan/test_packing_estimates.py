@@ -155,7 +155,7 @@ def test_tree_is_a_prefix_and_its_branches():
 def test_tree_of_two_levels():
     config, source = packed_config(), "7,tree:1000+2x(300+3x20)"
     rows = read_documents(load(config), source)
-    assert [x.tolist() for x in rows.sequences] == [[7, 1320, 1320, 1320], [1320] * 3]
+    assert [x.tolist() for x in rows.sequences] == [[1320] * 3, [7, 1320, 1320, 1320]]
     config.attention.shared_prefixes = 1
     with pytest.raises(UserError, match="has 2 levels of prefixes; set --config.attention.shared"):
         read_documents(load(config), source)
@@ -168,7 +168,7 @@ def test_tree_of_two_levels():
 
 def test_tree_without_sharing_is_separate_rows():
     documents = read_documents(load(packed_config()), "100,tree:1500+3x500,tree:64+1x8")
-    assert [x.tolist() for x in documents.sequences] == [[100, 2000, 72], [2000, 2000]]
+    assert [x.tolist() for x in documents.sequences] == [[2000, 2000, 72], [100, 2000]]
     assert not any(documents.prefixes) and documents.longest_trace == 2000
     with pytest.raises(UserError, match="a document of 4,100 tokens, with its prefix"):
         read_documents(load(packed_config()), "tree:4000+2x100")

@@ -435,7 +435,7 @@ def labeled_results(params=None, *, accumulation: int, shares: bool, **mesh):
     flat, bins = labeled_steps(labeled, seq_len, 2, levels=int(shares))
     bins = np.arange(len(flat)) % 2 if shares else bins
     packed = PackedTraces(flat, seq_len, array_dtypes(config), bins=bins, batch_size=2)
-    assert packed.num_sequences == 2 and packed.num_traces == 6
+    assert packed.num_sequences == 2 and len(packed.traces) == 6
     step = small_step(config)
     if params is None:
         noise = np.random.default_rng(7)
@@ -524,17 +524,17 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
     log-probabilities that depend on these tokens.
     """
     seq_len = DEEP_SEQ_LEN if levels > 1 else 256
-    trees = [
-        tree
-        for group in branching(settings.loss)
-        for tree in trees_of(group, seq_len, levels=levels)
-    ]
+    groups = branching(settings.loss)
+    if settings.mask_truncated:
+        groups = [
+            [dataclasses.replace(x, has_loss=not x.is_truncated) for x in group] for group in groups
+        ]
+    trees = [tree for group in groups for tree in trees_of(group, seq_len, levels=levels)]
     config = config_with("dapo", shares=levels)
     values = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
     dtypes = array_dtypes(config)
     dtypes |= dict.fromkeys(values, dtypes["loss_weights"])
-    options = dict(masks_truncated=settings.mask_truncated, shared_tokens=shared_tokens)
-    packed = PackedTraces(trees, seq_len, dtypes, **options)
+    packed = PackedTraces(trees, seq_len, dtypes, shared_tokens=shared_tokens)
     assert packed.num_sequences == 1
     row = packed[0]
     histories = histories_of(row, levels)
