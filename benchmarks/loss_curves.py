@@ -42,6 +42,8 @@ _WINDOW_STEPS = 20  # of the running means, and of the mean loss at the end
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
+    __doc__ = __doc__  # the text of --help
+
     precisions: tuple[str, ...] = tuple(PRECISIONS)  # precisions to compare
     experts: bool = False  # compare a dense model with experts instead
     out: str = "runs/curves"  # output directory
@@ -180,4 +182,4 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, flags=Flags))
+    sys.exit(run_main(main, sys.argv, flags=Flags))

@@ -53,6 +53,8 @@ VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
+    __doc__ = __doc__  # the text of --help
+
     variants: tuple[str, ...] = tuple(VARIANTS)  # variants to train
     num_examples: From1[int] = 40  # questions of each distance
     out: str = "runs/retrieval_variants"  # output directory
@@ -190,4 +192,4 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, flags=Flags))
+    sys.exit(run_main(main, sys.argv, flags=Flags))

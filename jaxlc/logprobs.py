@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.logprobs import main
+from jaxlc.cli.inference import logprobs_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.recommend import main
+from jaxlc.cli.planning import recommend_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

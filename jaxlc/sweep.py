@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.sweep import main
+from jaxlc.cli.planning import sweep_main as main
 from jaxlc.search.ranking import load
 
 __all__ = ["load", "main"]

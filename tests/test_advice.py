@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxlc
-from jaxlc.cli import VERBS
-from jaxlc.config.command_line import ConfigFlags
+from jaxlc.cli import VERBS, main_of, training
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.settings import converted, hint_at
 from jaxlc.core.errors import EXTRAS as extras_of_packages
@@ -24,8 +23,10 @@ from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-MODULES = {verb: importlib.import_module(f"jaxlc.cli.{verb}") for verb in VERBS}
-PARSERS = {verb: getattr(module, "Flags", ConfigFlags) for verb, module in MODULES.items()}
+PARSERS = {
+    verb: getattr(importlib.import_module(f"jaxlc.cli.{module}"), f"{verb.capitalize()}Flags")
+    for verb, (module, _) in VERBS.items()
+}
 FLAGS = {
     verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional}
     for verb, flags in PARSERS.items()
@@ -261,17 +262,16 @@ def test_command_that_an_error_advises_starts_its_work(
 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("text of a user")
-    for module in (MODULES["plan"], MODULES["recommend"]):
-        monkeypatch.setattr(module, "start_on_cpu", start)
+    monkeypatch.setattr("jaxlc.cli.planning.start_on_cpu", start)
     for name in ("load", "generate", "export"):
         monkeypatch.setattr(jaxlc, name, start)
-    monkeypatch.setattr(MODULES["sweep"], "run_in_processes", start)
+    monkeypatch.setattr("jaxlc.cli.planning.run_in_processes", start)
     monkeypatch.setattr("jaxlc.profile.compare", start)
     monkeypatch.setattr("jaxlc.data.corpus.open_corpus", start)
 
     def run(verb: str, *arguments: str) -> int:
-        module = MODULES[verb]
-        return getattr(module, "run", module.main)([verb, *arguments])
+        main = training.preflight if verb == "preflight" else main_of(verb)
+        return main([verb, *arguments])
 
     verb, *arguments = command.split()
     assert run(verb, *arguments) == 2

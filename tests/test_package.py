@@ -1,7 +1,6 @@
 """The wheel: what it contains, and that it works on its own in an empty directory."""
 
 import ast
-import importlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.cli import VERBS
+from jaxlc.cli import VERBS, main_of
 from tests.helpers import TIMEOUT_SECONDS, png_size
 
 ROOT = Path(__file__).parents[1]
@@ -248,7 +247,7 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_has_a_main_function(verb):
-    assert callable(importlib.import_module(f"jaxlc.cli.{verb}").main)
+    assert callable(main_of(verb))
 
 
 def test_public_api_is_complete_and_typed():

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.checkpoint import main
+from jaxlc.cli.checkpoints import checkpoint_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

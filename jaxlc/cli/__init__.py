@@ -1,13 +1,13 @@
-"""The command line: each verb is a module here, whose `main` gets the arguments, with the program's
-name first.
+"""The command line: the verbs, by subject. The flags of the verb NAME are the class NameFlags of its
+module, whose docstring begins `jaxlc NAME --help`; NAME_main runs it.
 
-A verb is imported when it runs, and imports what needs JAX after its arguments are parsed: so
-`--help` is fast.
+A module is imported when one of its verbs runs, and imports what needs JAX after the arguments are
+parsed: so `--help` is fast.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
@@ -15,21 +15,40 @@ from jaxlc.config.other_names import meaning_of
 from jaxlc.core import text
 from jaxlc.core.text import did_you_mean
 
-VERBS = {  # and their lines in `jaxlc --help`
-    "init": "write a commented config file for a model, data and GPUs",
-    "train": "train a model; resumes from the latest valid checkpoint in --workdir",
-    "plan": "compile the training step ahead of time, without a GPU: memory, overlap, step time",
-    "preflight": "check the machines of a run before it starts: versions, clocks, memory, disk",
-    "recommend": "search mesh, strategy and memory settings, and write a config file",
-    "sweep": "plan or measure many meshes and rank them",
-    "data": "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)",
-    "profile": "compare a trace of training steps with the plan's estimate",
-    "generate": "continue a prompt with the model of a run or of a Hugging Face directory",
-    "chat": "chat with the model of a run or of a Hugging Face directory, in a terminal",
-    "eval": "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss",
-    "logprobs": "add the log-probabilities of a model to traces, for post-training",
-    "checkpoint": "list, verify and delete the checkpoints of a run",
-    "export": "write the weights of a run as a Hugging Face directory",
+# The module of each verb, and its line in `jaxlc --help`.
+VERBS = {
+    "init": ("planning", "write a commented config file for a model, data and GPUs"),
+    "train": ("training", "train a model; resumes from the latest valid checkpoint in --workdir"),
+    "plan": (
+        "planning",
+        "compile the training step ahead of time, without a GPU: memory, overlap, step time",
+    ),
+    "preflight": (
+        "training",
+        "check the machines of a run before it starts: versions, clocks, memory, disk",
+    ),
+    "recommend": ("planning", "search mesh, strategy and memory settings, and write a config file"),
+    "sweep": ("planning", "plan or measure many meshes and rank them"),
+    "data": (
+        "training",
+        "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)",
+    ),
+    "profile": ("training", "compare a trace of training steps with the plan's estimate"),
+    "generate": (
+        "inference",
+        "continue a prompt with the model of a run or of a Hugging Face directory",
+    ),
+    "chat": (
+        "inference",
+        "chat with the model of a run or of a Hugging Face directory, in a terminal",
+    ),
+    "eval": (
+        "inference",
+        "score runs and Hugging Face directories at chosen lengths: needle, passkey, RULER, loss",
+    ),
+    "logprobs": ("inference", "add the log-probabilities of a model to traces, for post-training"),
+    "checkpoint": ("checkpoints", "list, verify and delete the checkpoints of a run"),
+    "export": ("checkpoints", "write the weights of a run as a Hugging Face directory"),
 }
 
 
@@ -57,7 +76,15 @@ def _run(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    return importlib.import_module(f"jaxlc.cli.{name}").main([f"jaxlc {name}", *arguments[1:]])
+    return main_of(name)([f"jaxlc {name}", *arguments[1:]])
+
+
+def main_of(verb: str) -> Callable[[Sequence[str]], int]:
+    """The function that runs a verb: it takes the command line, program name first, and returns the
+    exit status.
+    """
+    module, _ = VERBS[verb]
+    return getattr(importlib.import_module(f"jaxlc.cli.{module}"), f"{verb}_main")
 
 
 def help_text() -> str:
@@ -66,7 +93,7 @@ def help_text() -> str:
         [
             "usage: jaxlc VERB --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]",
             "",
-            *(f"  {name:<10} {summary}" for name, summary in VERBS.items()),
+            *(f"  {name:<10} {summary}" for name, (_, summary) in VERBS.items()),
             "",
             "chat, checkpoint, eval, export, generate and profile take the directory of a run instead of --config.",
             "`jaxlc VERB --help` lists the arguments of a verb, and the sections of the settings if it takes --config.",

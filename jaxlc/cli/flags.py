@@ -21,7 +21,7 @@ _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(VerbFlags):
-    """The flags of every verb that generates text."""
+    """The flags of every verb that computes with a model."""
 
     # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     chat_template: str = ""

@@ -134,7 +134,7 @@ _SETTING = "config."
 @dataclass(frozen=True, kw_only=True)
 class VerbFlags:
     """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no
-    value.
+    value. The docstring of the subclass begins the text of `--help`.
     """
 
     # strings given without a name; a tuple of them takes the rest
@@ -191,7 +191,6 @@ def run_main(
     main: Callable[[ParsedCommand[Any]], int],
     argv: Sequence[str],
     *,
-    description: str | None,
     flags: type[VerbFlags] = ConfigFlags,
     base: Base | None = None,
     interrupted: str = "interrupted",
@@ -209,7 +208,7 @@ def run_main(
         try:
             with interrupts.handled(interrupted):
                 if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-                    print(help_text(description or "", flags, _help_sections(argv[1:], flags)))
+                    print(help_text(flags, _help_sections(argv[1:], flags)))
                     return 0
                 return main(parse(argv, flags=flags, base=base))
         except UserError as error:
@@ -393,15 +392,13 @@ def _help_sections(arguments: Sequence[str], flags: type[VerbFlags]) -> list[str
     return sections
 
 
-def help_text(
-    description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()
-) -> str:
+def help_text(flags: type[VerbFlags], sections: Sequence[str] = ()) -> str:
     """The text of `--help`: the settings of `sections`, or without sections the flags, and what
     each section is for.
     """
     if sections:
         return settings_help(sections).strip()
-    lines = [description.strip(), "", *_flag_lines(flags)]
+    lines = [inspect.getdoc(flags) or "", "", *_flag_lines(flags)]
     if issubclass(flags, ConfigFlags):
         lines += [
             "",

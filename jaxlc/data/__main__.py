@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.data import main
+from jaxlc.cli.training import data_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

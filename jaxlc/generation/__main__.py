@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.generate import main
+from jaxlc.cli.inference import generate_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.plan import main
+from jaxlc.cli.planning import plan_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

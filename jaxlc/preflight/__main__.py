@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.preflight import main
+from jaxlc.cli.training import preflight_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.train import main
+from jaxlc.cli.training import train_main as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

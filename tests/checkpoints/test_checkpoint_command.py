@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlc.checkpoints.files import EVALUATIONS_FILE, LOCK_FILE, problem_of
-from jaxlc.cli.checkpoint import main
+from jaxlc.cli.checkpoints import checkpoint_main as main
 from jaxlc.core.files import locked
 from tests.checkpoints import test_checkpoint as checkpoints
 
@@ -95,7 +95,8 @@ def test_remove_deletes_the_named_checkpoints_only(workdir, capsys):
 
 def test_remove_while_a_run_trains_raises(workdir, capsys):
     with locked(workdir / LOCK_FILE, pytest.fail):
-        code = f"from jaxlc.cli.checkpoint import main; main(['', 'rm', {str(workdir)!r}, '--steps=20'])"
+        imports = "from jaxlc.cli.checkpoints import checkpoint_main"
+        code = f"{imports}; checkpoint_main(['', 'rm', {str(workdir)!r}, '--steps=20'])"
         removal = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "stop it first" in removal.stderr
     assert (workdir / "checkpoints" / "20").exists()

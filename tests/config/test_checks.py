@@ -4,7 +4,7 @@ import math
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.cli.data import Flags as DataFlags
+from jaxlc.cli.training import DataFlags
 from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, defaults, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.command_line import parse

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jaxlc.cli.export import Flags as ExportFlags
+from jaxlc.cli.checkpoints import ExportFlags
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import (
     HELP_SECTIONS,
@@ -87,6 +87,8 @@ def test_parse_repeated_sources_accumulate_and_an_empty_value_clears_them():
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
+    """How to."""
+
     positional: ClassVar = ("paths",)
 
     paths: tuple[str, ...] = ()  # files to read
@@ -339,7 +341,7 @@ def test_config_file_that_fails_at_import_names_its_line(tmp_path):
 
 def test_run_main_returns_the_status_of_main():
     argv = ["program", QUICKSTART, "--config.train.steps=130"]
-    assert run_main(lambda command: command.config.train.steps, argv, description="") == 130
+    assert run_main(lambda command: command.config.train.steps, argv) == 130
 
 
 @pytest.mark.parametrize("where", ["parsing", "main"])
@@ -348,7 +350,7 @@ def test_run_main_user_error_is_one_line_and_status_2(where, capsys):
         raise UserError("the disk is full; free some")
 
     arguments = ["--config=nowhere.py"] if where == "parsing" else [QUICKSTART]
-    assert run_main(main, ["program", *arguments], description="") == 2
+    assert run_main(main, ["program", *arguments]) == 2
     captured = capsys.readouterr()
     assert re.fullmatch(r"error: [^\n]+\n", captured.err)
     assert captured.out == ""
@@ -358,28 +360,28 @@ def test_run_main_interrupted_prints_its_message_and_returns_130(capsys):
     def main(command):
         raise KeyboardInterrupt("the same command resumes")
 
-    assert run_main(main, ["program", QUICKSTART], description="") == 130
+    assert run_main(main, ["program", QUICKSTART]) == 130
     assert capsys.readouterr().err == "the same command resumes\n"
 
 
 def test_run_main_other_error_propagates():
     with pytest.raises(ZeroDivisionError):
-        run_main(lambda command: 1 // 0, ["program", QUICKSTART], description="")
+        run_main(lambda command: 1 // 0, ["program", QUICKSTART])
 
 
 def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
-    assert run_main(lambda command: 1, ["program", "--help", "optimiser"], description="") == 2
+    assert run_main(lambda command: 1, ["program", "--help", "optimiser"]) == 2
     assert (
         capsys.readouterr().err == "error: unknown section 'optimiser': did you mean optimizer?\n"
     )
-    assert run_main(lambda command: 1, ["program", "--help", "mesh"], description="") == 0
+    assert run_main(lambda command: 1, ["program", "--help", "mesh"]) == 0
     text = capsys.readouterr().out
     assert "--config.mesh.context=1" in text and "--config.train.steps" not in text
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_run_main_help_fits_a_screen_and_names_every_section(flag, capsys):
-    assert run_main(lambda command: 1, ["program", flag], description="How to.", flags=Flags) == 0
+    assert run_main(lambda command: 1, ["program", flag], flags=Flags) == 0
     text = capsys.readouterr().out
     for part in (
         "How to.",
@@ -393,10 +395,7 @@ def test_run_main_help_fits_a_screen_and_names_every_section(flag, capsys):
     ):
         assert part in text
     assert len(text.splitlines()) < 40 and "--config.mesh.context=1" not in text
-    assert (
-        run_main(lambda command: 1, ["program", flag, "all"], description="How to.", flags=Flags)
-        == 0
-    )
+    assert run_main(lambda command: 1, ["program", flag, "all"], flags=Flags) == 0
     assert capsys.readouterr().out.strip() == settings_help().strip()
 
 
@@ -436,7 +435,7 @@ def test_field_comments_above_and_behind_fields():
 def test_command_with_wrong_key_prints_no_traceback():
     """In a process of its own: one line on stderr and exit status 2."""
     imports = "import sys; from jaxlc.config.command_line import run_main"
-    code = f"{imports}; sys.exit(run_main(print, sys.argv, description=''))"
+    code = f"{imports}; sys.exit(run_main(print, sys.argv))"
     arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

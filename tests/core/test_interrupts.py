@@ -77,7 +77,7 @@ for case in (press, converted, importing, finalizing, ignored, own_message, term
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
     print(case.__name__, flush=True)
     if not os.fork():
-        os._exit(run_main(case, ["jaxlc"], description="", flags=VerbFlags, interrupted="what is kept"))
+        os._exit(run_main(case, ["jaxlc"], flags=VerbFlags, interrupted="what is kept"))
     print("status", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 press()
 """

@@ -101,8 +101,12 @@ def test_commands_prepare_and_guard_their_streams():
     assert (done.returncode, done.stderr) == (141, "")
     assert [
         verb
-        for verb in VERBS
-        if not re.search(r"\brun_main[(,]", (ROOT / f"jaxlc/cli/{verb}.py").read_text())
+        for verb, (module, _) in VERBS.items()
+        if not re.search(
+            rf"^(def )?{verb}_main\b[^#]*?\brun_main[(,]",
+            (ROOT / f"jaxlc/cli/{module}.py").read_text(),
+            re.MULTILINE,
+        )
     ] == []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import jaxlc
-from jaxlc.cli.data import main
+from jaxlc.cli.training import data_main as main
 from jaxlc.config import read_config
 from tests.data.chat_styles import CHATML, write_tokenizer
 

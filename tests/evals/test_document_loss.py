@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.eval import main
+from jaxlc.cli.inference import eval_main as main
 from jaxlc.config import EvalsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import load_tokenizer

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import jaxlc
-from jaxlc.cli.eval import main
+from jaxlc.cli.inference import eval_main as main
 from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.cases import text_cases

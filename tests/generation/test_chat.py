@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.cli import chat
+from jaxlc.cli.inference import chat_main
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.chat import ChatSession, Conversation
@@ -95,7 +95,7 @@ def test_command_keeps_its_history_and_ends_an_answer_at_ctrl_c(run, monkeypatch
 
     monkeypatch.setattr(ChatSession, "say", interrupted)
     arguments = ["--chat_template=chatml", "--system=s", "--max_tokens=4", "--max_context=400"]
-    assert chat.main(["jaxlc chat", str(run), *arguments]) == 0
+    assert chat_main(["jaxlc chat", str(run), *arguments]) == 0
     output = capsys.readouterr()
     assert "[interrupted]" in output.out and "max_context=400" in output.err
     assert len({*map(id, sessions)}) == 1 and len(sessions[0]._turns) == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.generate import main
+from jaxlc.cli.inference import generate_main as main
 from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text
 from jaxlc.generation.sampling import Sampling

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import jaxlc
 from jaxlc.checkpoints.pretrained import keep_description, load_pretrained
-from jaxlc.cli.export import main
+from jaxlc.cli.checkpoints import export_main as main
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, language_model_of, settings_of
 from jaxlc.config.models.model_schema import KindConfig, model_from

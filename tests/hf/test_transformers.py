@@ -20,7 +20,7 @@ import jaxlc
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.cli import logprobs
+from jaxlc.cli.inference import logprobs_main
 from jaxlc.config import load, to_dict
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.families import FAMILIES
@@ -231,7 +231,7 @@ def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
         "".join(json.dumps(dict(tokens=row.tolist(), loss_mask=in_loss)) + "\n" for row in rows)
     )
     assert (
-        logprobs.main(
+        logprobs_main(
             ["jaxlc logprobs", str(models[case]), str(traces), str(out), f"--mesh={mesh}"]
         )
         == 0

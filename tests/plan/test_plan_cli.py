@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.cli import plan as command
+from jaxlc.cli import planning
 from jaxlc.config import load
 from tests.plan.gpus import small_config
 
@@ -46,9 +46,9 @@ def config(tmp_path) -> Path:
 def test_command_with_invalid_flags_exits_with_status_2(
     config, arguments, words, capsys, monkeypatch
 ):
-    monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
+    monkeypatch.setattr(planning, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    assert command.main(argv) == 2
+    assert planning.plan_main(argv) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr
@@ -57,9 +57,9 @@ def test_command_with_invalid_flags_exits_with_status_2(
 @pytest.mark.gpu_compiler
 def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch):
     """Those of all tokens, up to the 16 sizes per power of two; the mesh has 4 GPUs."""
-    monkeypatch.setattr(command, "start_on_cpu", lambda: None)
+    monkeypatch.setattr(planning, "start_on_cpu", lambda: None)
     assert (
-        command.main(
+        planning.plan_main(
             ["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]
         )
         == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlc import plan
-from jaxlc.cli import plan as command
+from jaxlc.cli import planning
 from tests.plan.sample_plan import plan_of, with_temporaries
 
 CONFIG = """
@@ -25,7 +25,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     def planned(config, topology, **options):
         return plan_of(with_temporaries(40 if config.data.seq_len < 8192 else 80))
 
-    monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
+    monkeypatch.setattr(planning, "start_on_cpu", lambda: None)  # JAX has started
     monkeypatch.setattr(plan, "plan", planned)
     path = tmp_path / "staged.py"
     path.write_text(CONFIG)
@@ -33,7 +33,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def _run(arguments: list[str]) -> int:
-    return command.main(arguments)
+    return planning.plan_main(arguments)
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
-from jaxlc.cli.profile import main
+from jaxlc.cli.training import profile_main as main
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.cli import init
-from jaxlc.cli import plan as plan_command
-from jaxlc.cli.recommend import _base, check_path, main
+from jaxlc.cli.planning import (
+    InitFlags,
+    _base,
+    check_path,
+    init_main,
+    plan_main,
+    recipe_config,
+)
+from jaxlc.cli.planning import recommend_main as main
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.files import base_config, set_model
@@ -689,7 +695,7 @@ def test_command_invalid_flag_is_error(flags, message, capsys):
     ],
 )
 def test_plan_command_invalid_flag_is_error(flags, message, capsys):
-    assert plan_command.main(["plan", "--topology=h100:1x8", *flags]) == 2
+    assert plan_main(["plan", "--topology=h100:1x8", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -815,7 +821,7 @@ INIT = [
 
 
 def test_init_writes_a_commented_config_of_recipe_model_and_data(tmp_path):
-    command = parse(INIT, flags=init.Flags, base=init._config)
+    command = parse(INIT, flags=InitFlags, base=recipe_config)
     found = with_settings(command.config, {"mesh.context": 4, "runtime.topology": "h100:1x4"})
     base = _base("", "qwen2.5-7b", command.stages)
     text = config_source("", "qwen2.5-7b", "For h100:1x4.", base, [found], "init")
@@ -835,9 +841,9 @@ def test_init_writes_a_commented_config_of_recipe_model_and_data(tmp_path):
 def test_init_with_several_sources_names_a_setting_for_each():
     arguments = ["jaxlc init", "--config=extend_512k", "--data=texts", "--topology=h100:8x8"]
     with pytest.raises(UserError, match="--config.data.mixture.books.paths=PATHS"):
-        parse(arguments, flags=init.Flags, base=init._config)
+        parse(arguments, flags=InitFlags, base=recipe_config)
     with pytest.raises(UserError, match="use --model=NAME, or --config=RECIPE"):
-        parse(["jaxlc init", "--topology=h100:1x1"], flags=init.Flags, base=init._config)
+        parse(["jaxlc init", "--topology=h100:1x1"], flags=InitFlags, base=recipe_config)
 
 
 @pytest.mark.full
@@ -845,7 +851,7 @@ def test_init_with_several_sources_names_a_setting_for_each():
 def test_command_init_writes_a_config_that_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model=llama3.2-1b", "--seq_len=32K", "--data=t/*.jsonl", "--topology=h100:1x1"]
-    assert init.main(["jaxlc init", *arguments, "--search_minutes=0.1"]) == 0
+    assert init_main(["jaxlc init", *arguments, "--search_minutes=0.1"]) == 0
     config = load(read_config("my_config.py"))
     assert config.data.sources == ("t/*.jsonl",) and config.data.seq_len == 32_768
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.cli import sweep
-from jaxlc.cli.sweep import Flags, main
+from jaxlc.cli import planning
+from jaxlc.cli.planning import SweepFlags
+from jaxlc.cli.planning import sweep_main as main
 from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core import text as progress_lines
 from jaxlc.core.errors import UserError
@@ -44,8 +45,8 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
 def grid(config: Config, num_devices: int, **flags: str) -> list[Point]:
     """The points of command-line flags."""
     values = [f"--{name}={value}" for name, value in flags.items()]
-    parsed = command_line.parse(["sweep", "--config=quickstart", *values], flags=Flags).flags
-    return sweep.grid(config, num_devices, parsed)
+    parsed = command_line.parse(["sweep", "--config=quickstart", *values], flags=SweepFlags).flags
+    return planning.grid(config, num_devices, parsed)
 
 
 def three_points(tmp_path) -> list[Point]:
@@ -273,7 +274,7 @@ def get_config(variant):
 _COMMAND_TWICE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxlc.cli.sweep import main
+from jaxlc.cli.planning import sweep_main as main
 from jaxlc.search import runner
 from tests.search import fakes
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import keep_description, load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.cli.train import train as run_training
+from jaxlc.cli.training import train as run_training
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh
@@ -203,7 +203,7 @@ def train(config: Path | str, workdir: Path, status: int = 0, **overrides) -> st
     """
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
         exit_status = run_main(
-            run_training, ["jaxlc train", *_arguments(config, workdir, overrides)], description=""
+            run_training, ["jaxlc train", *_arguments(config, workdir, overrides)]
         )
     assert exit_status == status, output.getvalue()
     return output.getvalue()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxlc.cli import train
+from jaxlc.cli.training import train
 from jaxlc.config.command_line import run_main
 from jaxlc.step import step
 from tests.advice import advised
@@ -103,7 +103,7 @@ def test_train_with_invalid_setting_prints_one_line(config, tmp_path, capsys, ov
             continue
         followed = [*argv, *(f"--config.{path}={value}" for path, value in settings.items())]
         with pytest.raises(CompiledError):
-            run_main(train.train, ["jaxlc.train", *followed], description="")
+            run_main(train, ["jaxlc.train", *followed])
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
@@ -118,9 +118,8 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
     )
     with pytest.raises(CompiledError):
         run_main(
-            train.train,
+            train,
             ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"],
-            description="",
         )
 
 
@@ -152,7 +151,7 @@ def test_train_with_invalid_command_line_prints_one_line(argv, words, capsys):
 
 def _assert_refused(argv: list[str], words: str, capsys) -> str:
     """Returns the error."""
-    assert run_main(train.train, ["jaxlc.train", *argv], description="") == 2
+    assert run_main(train, ["jaxlc.train", *argv]) == 2
     stdout, stderr = capsys.readouterr()
     assert "mesh " not in stdout  # the description of the run
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr

@@ -23,7 +23,7 @@ import pytest
 
 import jaxlc
 from jaxlc.checkpoints.files import read_meta
-from jaxlc.cli import logprobs
+from jaxlc.cli.inference import logprobs_main
 from jaxlc.config import defaults, with_settings
 from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError
@@ -64,10 +64,10 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = directory / "traces.jsonl", directory / "scored.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["jaxlc logprobs", str(write_untrained_run(directory / "run")), str(source), str(out)]
-    assert logprobs.main([*command, "--field=old_log_probs", "--entropy"]) == 0
+    assert logprobs_main([*command, "--field=old_log_probs", "--entropy"]) == 0
     content = out.read_text()
     out.write_text(content[: len(content) * 2 // 3])  # as after a kill, in the middle of a line
-    assert logprobs.main([*command, "--field=old_log_probs", "--entropy"]) == 0
+    assert logprobs_main([*command, "--field=old_log_probs", "--entropy"]) == 0
     assert out.read_text() == content
     return out
 
@@ -81,7 +81,7 @@ def test_files_of_others_are_not_changed(scored, tmp_path, capsys):
     ):
         content = out.read_text()
         assert (
-            logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)])
+            logprobs_main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)])
             == 2
         )
         assert words in capsys.readouterr().err and out.read_text() == content
@@ -96,22 +96,22 @@ def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tm
         ["logprobs", str(run), str(traces), str(scored)],
         ["--field=old_log_probs", "--entropy"],
     )
-    assert logprobs.main([*command, *others]) == 0
+    assert logprobs_main([*command, *others]) == 0
     assert "18 records, 18 of them in earlier runs" in capsys.readouterr().out
     content = scored.read_text()
-    assert logprobs.main([*command, *others, "--temperature=0.5", "--chat_template=chatml"]) == 2
+    assert logprobs_main([*command, *others, "--temperature=0.5", "--chat_template=chatml"]) == 2
     error = capsys.readouterr().err
     assert "temperature 1.0 instead of 0.5" in error and "chat_template None instead of" in error
     traces.write_text(traces.read_text().replace('"reward": 1', '"reward": 2'))
     assert (
-        logprobs.main([*command, *others]) == 2
+        logprobs_main([*command, *others]) == 2
         and "according to scored.header.json (traces " in capsys.readouterr().err
     )
     shutil.rmtree(run)
     write_untrained_run(run, seed=1)
     shutil.copy(scored.parent / "traces.jsonl", traces)
     assert (
-        logprobs.main([*command, *others]) == 2
+        logprobs_main([*command, *others]) == 2
         and "according to scored.header.json (model " in capsys.readouterr().err
     )
     assert scored.read_text() == content
@@ -131,7 +131,7 @@ def test_teacher_candidates_are_those_of_the_model(scored, tmp_path):
     """A student that equals its teacher has the loss 0, in base64 arrays of JSON."""
     run, out = scored.parent / "run", tmp_path / "teacher.jsonl"
     command = ["jaxlc logprobs", str(run), str(scored.parent / "traces.jsonl"), str(out)]
-    assert logprobs.main([*command, "--top_k=5"]) == 0
+    assert logprobs_main([*command, "--top_k=5"]) == 0
     trained = jaxlc.load(run)
     posttrain, data = (
         replace(trained.config.posttrain, teacher_top_k=5),
@@ -188,7 +188,7 @@ def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
         ]
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert (
-        logprobs.main(
+        logprobs_main(
             ["jaxlc logprobs", str(untrained), str(source), str(recorded), "--temperature=0.8"]
         )
         == 0
@@ -442,7 +442,7 @@ def test_rollouts_of_experts_are_replayed_and_scored(rollouts, tmp_path):
     assert [row for row in rows(tmp_path / "files") if "loss" in row] == losses
     source, scored = workdir / "rollouts/2.parquet", tmp_path / "scored.jsonl"
     command = ["jaxlc logprobs", str(workdir), str(source), str(scored), "--step=1", "--experts"]
-    assert logprobs.main(command) == 0
+    assert logprobs_main(command) == 0
     records = [json.loads(line) for line in scored.read_text().splitlines()]
     sampled = pyarrow.parquet.read_table(source)["routed_experts"].to_pylist()
     assert [base64.b64decode(record["routed_experts"]) for record in records] == sampled

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from jaxlc.cli import train
+from jaxlc.cli.training import train
 from jaxlc.config.command_line import run_main
 from jaxlc.core import interrupts
 from jaxlc.train import loop
@@ -79,6 +79,6 @@ def test_train_interrupted_outside_loop_names_latest_checkpoint(
         (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
     config = runs.write_config(tmp_path)
     argv = ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
-    assert run_main(train.train, argv, description="") == 130
+    assert run_main(train, argv) == 130
     stderr = capsys.readouterr().err
     assert stderr.startswith("interrupted; ") and words in stderr

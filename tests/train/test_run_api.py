@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.profile import main as profile_main
+from jaxlc.cli.training import profile_main
 from jaxlc.config import load, read_config
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError

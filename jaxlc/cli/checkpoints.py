@@ -1,28 +1,35 @@
-"""usage: jaxlc checkpoint ls WORKDIR
-       jaxlc checkpoint verify WORKDIR [--steps=STEP,...]
-       jaxlc checkpoint rm WORKDIR [--steps=STEP,...] [--incomplete]
-
-ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is
-incomplete or was unreadable. verify reads all arrays of the checkpoints, in host memory and one at
-a time, and compares them with their checksums; its exit status is 1 if one of them is damaged. rm
-deletes the checkpoints of these steps, but never all of them, and with --incomplete what killed
-runs have left. No accelerator is used.
-"""
+"""The verbs for the stored weights of a run: `checkpoint` and `export`."""
 
 import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import jaxlc
 from jaxlc.cli.flags import import_jax
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.models.config_json import is_own_format
+from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
+from jaxlc.config.values import Above0
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
 from jaxlc.core.text import aligned, did_you_mean, progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(VerbFlags):
+class CheckpointFlags(VerbFlags):
+    """usage: jaxlc checkpoint ls WORKDIR
+           jaxlc checkpoint verify WORKDIR [--steps=STEP,...]
+           jaxlc checkpoint rm WORKDIR [--steps=STEP,...] [--incomplete]
+
+    ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is
+    incomplete or was unreadable. verify reads all arrays of the checkpoints, in host memory and one at
+    a time, and compares them with their checksums; its exit status is 1 if one of them is damaged. rm
+    deletes the checkpoints of these steps, but never all of them, and with --incomplete what killed
+    runs have left. No accelerator is used.
+    """
+
     positional = ("action", "workdir")
 
     action: str  # ls, verify or rm
@@ -31,7 +38,7 @@ class Flags(VerbFlags):
     incomplete: bool = False  # rm: delete what killed runs have left, and what was unreadable
 
 
-def _run(command: ParsedCommand[Flags]) -> int:
+def _checkpoint(command: ParsedCommand[CheckpointFlags]) -> int:
     actions = {"ls": _list, "verify": _verify, "rm": _remove}
     flags = command.flags
     if flags.action not in actions:
@@ -50,7 +57,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
     return actions[flags.action](directory, flags)
 
 
-def _list(directory: Path, flags: Flags) -> int:
+def _list(directory: Path, flags: CheckpointFlags) -> int:
     from jaxlc.checkpoints.files import existing_step, leftovers, stored_checkpoints
 
     unfinished = leftovers(directory)
@@ -77,7 +84,7 @@ def _list(directory: Path, flags: Flags) -> int:
     return 0
 
 
-def _verify(directory: Path, flags: Flags) -> int:
+def _verify(directory: Path, flags: CheckpointFlags) -> int:
     from jaxlc.checkpoints.files import committed_steps, existing_step, problem_of
 
     existing_step(directory, None)
@@ -90,7 +97,7 @@ def _verify(directory: Path, flags: Flags) -> int:
     return 1 if num_damaged else 0
 
 
-def _remove(directory: Path, flags: Flags) -> int:
+def _remove(directory: Path, flags: CheckpointFlags) -> int:
     from jaxlc.checkpoints.files import committed_steps, existing_step, leftovers, no_run_in, remove
 
     if not flags.steps and not flags.incomplete:
@@ -112,5 +119,54 @@ def _remove(directory: Path, flags: Flags) -> int:
     return 0
 
 
-# (argv, program name first) -> exit status
-main = functools.partial(run_main, _run, description=__doc__, flags=Flags)
+checkpoint_main = functools.partial(run_main, _checkpoint, flags=CheckpointFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags(VerbFlags):
+    """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
+           [--base=MODEL] [--push_to_hub=ORGANIZATION/NAME]
+
+    Writes the weights of a run as a Hugging Face directory, which transformers and other programs open.
+    Of a model with images, or with layers of multi-token prediction, it copies the parts that were not
+    trained from the model that the run started from.
+    It needs no accelerator, and host memory for the largest parameter, stacked over the layers.
+    """
+
+    positional = ("workdir", "out")
+
+    workdir: str  # workdir of the run
+    out: str  # directory to write, which must not exist or be empty
+    step: int | None = None  # checkpoint to export; default: the latest
+    dtype: Literal["bf16", "fp32"] = "bf16"  # data type of the weights, bf16 or fp32
+    max_shard_gb: Above0[float] = 5.0  # size limit of a file in GB
+    # write the adapters of LoRA alone, for peft, in float32, instead of merging them
+    adapters: bool = False
+    # write the language model alone, without the parts that were not trained
+    text_only: bool = False
+    # a run with NF4: merge into the weights of this model, a directory or hub id, instead of the dequantized ones
+    base: str = ""
+    # upload the export to this model of the Hugging Face hub, with a model card
+    push_to_hub: str = ""
+    public: bool = False  # push_to_hub: a new model is public, instead of private
+
+
+def _export(command: ParsedCommand[ExportFlags]) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    target = jaxlc.export(**vars(command.flags))
+    print(f"wrote {target}")
+    if command.flags.push_to_hub:
+        print(f"uploaded to {command.flags.push_to_hub}")
+    if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
+        print(
+            "model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)"
+        )
+    return 0
+
+
+export_main = functools.partial(
+    run_main,
+    _export,
+    flags=ExportFlags,
+    interrupted="interrupted; nothing was written",
+)

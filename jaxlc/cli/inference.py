@@ -1,0 +1,465 @@
+"""The verbs that use a model, of a run or of a Hugging Face directory: `generate`, `chat`, `eval`
+and `logprobs`.
+"""
+
+import base64
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import jaxlc
+from jaxlc.cli.flags import (
+    ModelFlags,
+    SamplingFlags,
+    import_jax,
+    mesh_sizes,
+    sampling_settings,
+)
+from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.schema import EvalSettings
+from jaxlc.config.values import Above0, From1, Tokens
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.files import (
+    difference,
+    file_fingerprint,
+    fingerprint_of,
+    full_disk_explained,
+    local_path,
+    make_writable,
+    read_json_file,
+    replacing,
+)
+from jaxlc.core.text import progress_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags(SamplingFlags):
+    """usage: jaxlc generate SOURCE --prompt=TEXT [--max_tokens=N] [--temperature=T]
+
+    Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh.
+    `jaxlc plan --prompt_tokens=TOKENS` prints the memory of a KV cache.
+    """
+
+    positional = ("source",)
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    prompt: str | None = None  # text to continue
+    prompt_file: str = ""  # file with the text to continue; -: standard input
+    max_tokens: From1[int] = 256  # largest number of new tokens
+    stop: list[str] | None = None  # string that ends the text; may be repeated
+    chat: bool = False  # the prompt is a message of a user in the chat template of the model
+    chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
+
+
+def _generate(command: ParsedCommand[GenerateFlags]) -> int:
+    flags = command.flags
+    if (flags.prompt is None) == (not flags.prompt_file):
+        raise UserError("give one prompt: --prompt=TEXT or --prompt_file=FILE")
+    _start_simulated(flags)
+    text = flags.prompt if flags.prompt is not None else _read_prompt(flags.prompt_file)
+    generation = jaxlc.generate(
+        flags.source,
+        text,
+        max_tokens=flags.max_tokens,
+        **sampling_settings(flags),
+        stop=flags.stop or [],
+        step=flags.step,
+        mesh=mesh_sizes(flags.mesh),
+        chunk_tokens=flags.chunk_tokens,
+        chat=flags.chat,
+        chat_template=flags.chat_template,
+        adapter=flags.adapter,
+        stream=lambda _, new: print(new, end="", flush=True),
+    )
+    print()
+    print(
+        f"prompt {generation.num_prompt_tokens:,} tokens, new {len(generation.tokens):,} tokens,"
+        f" ended by {generation.finish_reason}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _start_simulated(flags: ModelFlags) -> None:
+    """Starts JAX with the CPU devices of --simulated_devices, if it is given."""
+    if flags.simulated_devices:
+        jaxlc.start(simulated_devices=flags.simulated_devices)
+
+
+def _read_prompt(path: str) -> str:
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else local_path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
+    return content.decode(errors="replace")
+
+
+generate_main = functools.partial(run_main, _generate, flags=GenerateFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(SamplingFlags):
+    """usage: jaxlc chat SOURCE [--system=TEXT] [--temperature=T]
+
+    Chats with the model of a run or of a Hugging Face directory. The model is loaded once, and each
+    turn computes its new tokens only. Ctrl-C ends an answer; Ctrl-D, or /exit, the chat; /undo
+    removes the last turn.
+    """
+
+    positional = ("source",)
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    system: str = ""  # the system prompt
+    max_tokens: From1[int] = 1024  # largest number of tokens of an answer
+    # largest number of tokens of the chat, for which the KV cache has memory
+    max_context: From1[int] = 32_768
+
+
+def _chat(command: ParsedCommand[ChatFlags]) -> int:
+    flags = command.flags
+    _start_simulated(flags)
+    from jaxlc.generation.chat import ChatSession
+    from jaxlc.generation.sampling import Sampling
+
+    session = ChatSession(
+        jaxlc.load(
+            flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh), adapter=flags.adapter
+        ),
+        system=flags.system,
+        sampling=Sampling(**sampling_settings(flags)),
+        max_tokens=flags.max_tokens,
+        max_context=flags.max_context,
+        chat_template=flags.chat_template,
+    )
+    for line in _lines():
+        if line == "/undo":
+            session.undo()
+            continue
+        try:
+            with _interrupts() as is_interrupted:
+                answer = session.say(
+                    line, lambda _, new: print(new, end="", flush=True), is_interrupted
+                )
+        except UserError as error:  # such as a chat that is too long; the history stays
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        print("" if answer.finish_reason == "stop" else f" [{answer.finish_reason}]")
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """The messages of the user, without empty ones."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """While it is entered, Ctrl-C is only noted: an exception would leave a donated cache. Yields a function that says
+    whether there was one.
+    """
+    noted = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda number, frame: noted.set())
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+chat_main = functools.partial(run_main, _chat, flags=ChatFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalFlags(ModelFlags, EvalSettings):
+    """usage: jaxlc eval SOURCE ... --lengths=TOKENS,TOKENS [--tasks=TASK,TASK]
+
+    Evaluates runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss
+    by position.
+    """
+
+    positional = ("sources",)
+
+    sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
+    # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
+    tasks: tuple[str, ...] = (NEEDLE,)
+    # context lengths in tokens, such as 4096,65536,1M; new tokens of the answer count
+    lengths: tuple[Tokens, ...] = ()
+    # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
+    out: str = ""
+    step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
+
+
+def _eval(command: ParsedCommand[EvalFlags]) -> int:
+    """Evaluates all checkpoints of all sources and draws the figures."""
+    flags = command.flags
+    if not flags.lengths:
+        raise UserError(
+            "no --lengths: pass context lengths in tokens, such as --lengths=4096,65536"
+        )
+    _start_simulated(flags)
+    settings = eval_settings(
+        {field.name: getattr(flags, field.name) for field in fields(EvalSettings)}
+    )
+    import_jax()
+    from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
+    from jaxlc.evals.figures import draw_maps, draw_overlays
+    from jaxlc.evals.predictions import comparison, step_directories
+
+    for source in flags.sources:
+        check_before_loading(source, settings)
+    outs, scores, directories = (
+        _directories(flags.sources, flags.out),
+        dict[str, list](),
+        dict[str, Path](),
+    )
+    report = functools.partial(print, flush=True)
+    for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
+        with full_disk_explained(out, _predictions_kept):
+            for step in flags.step or [None]:
+                result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
+                label = name if result.is_pretrained else f"{name} step-{result.step}"
+                if len(flags.sources) > 1 or len(flags.step) > 1:
+                    print(label)
+                scores[label] = evaluate_run(
+                    result, settings, out, report, chat_template=flags.chat_template
+                )
+                _print_figures(draw_maps(scores[label], out))
+                directories[label] = out / f"step-{result.step}"
+    if len(scores) > 1:
+        print("\n".join(["", *comparison(scores), ""]))
+    if len(flags.sources) == 1 and not result.is_pretrained:
+        # earlier evaluations as well
+        directories = {path.name: path for path in step_directories(outs[0])}
+    figures = local_path(flags.out) if flags.out else outs[0]
+    with full_disk_explained(figures, _predictions_kept):
+        _print_figures(draw_overlays(directories, figures))
+    return 0
+
+
+def _predictions_kept() -> str:
+    return "finished predictions are kept; free space, then run the same command again to continue"
+
+
+def _directories(sources: Sequence[str], out: str) -> list[Path]:
+    """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it
+    if there are several sources.
+
+    Raises:
+      UserError: a directory is not writable.
+    """
+    from jaxlc.evals.evaluate_run import results_directory
+
+    if out:
+        base = local_path(out)
+        directories = [base] if len(sources) == 1 else [base / name for name in _names(sources)]
+    else:
+        directories = [results_directory(source) for source in sources]
+    for directory in directories:
+        if out or directory.parent.is_dir():  # another source is refused later
+            make_writable(directory, "use a different directory, with --out")
+    return directories
+
+
+def _names(sources: Sequence[str]) -> list[str]:
+    """The names of the directories of the sources, with numbers if two are equal."""
+    names = [local_path(source).absolute().name for source in sources]
+    is_unique = len(set(names)) == len(names)
+    return names if is_unique else [f"{index}-{name}" for index, name in enumerate(names, 1)]
+
+
+def _print_figures(paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"figure {path}")
+
+
+eval_main = functools.partial(
+    run_main,
+    _eval,
+    flags=EvalFlags,
+    interrupted="interrupted; finished predictions are kept, and the same command resumes",
+)
+
+_KEPT = "finished records are kept, and the same command resumes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobsFlags(ModelFlags):
+    """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
+    [--entropy] [--experts] [--top_k=0]
+
+    Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a
+    Hugging Face directory. The output has one JSON line per record, in order, and a run that is
+    interrupted resumes after the last one. What the values depend on, such as the model, is in
+    OUT.header.json: the command does not add to values of something else. Logits exist for a chunk of
+    tokens at a time.
+    """
+
+    positional = ("source", "traces", "out")
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
+    out: str  # .jsonl file to write: the records of traces with one more field
+    # the field to add
+    field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"
+    temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
+    entropy: bool = False  # also write the entropies of the next token, in the field entropies
+    # also write the experts of each token, in the field routed_experts for posttrain.replay_routing
+    experts: bool = False
+    # also write this number of most probable tokens, in the fields teacher_tokens, teacher_log_probs and
+    # teacher_tokenizer for posttrain.teacher_top_k
+    top_k: int = 0
+    step: int | None = None  # checkpoint to use; default: the latest
+
+
+def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
+    flags = command.flags
+    _start_simulated(flags)
+    import_jax()
+    import jax
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    from jaxlc.checkpoints.files import model_fingerprint
+    from jaxlc.data.tokens.encoder import Encoder, template_if_any
+    from jaxlc.posttrain.records import TraceReader
+    from jaxlc.posttrain.traces import records_of
+
+    out, source = local_path(flags.out), local_path(flags.traces)
+    if out.resolve() == source.resolve():
+        raise UserError(f"OUT is the file of the traces, {out}: use another OUT")
+    make_writable(out.parent, "use another OUT")
+    if out.suffix != ".jsonl":
+        raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
+    run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
+    chat_template = flags.chat_template or run.config.data.chat_template
+    encoder = Encoder(run.tokenizer, chat_template)
+    reader = TraceReader(encoder, run.config.model.vocab_size)
+    template = template_if_any(chat_template, run.tokenizer)
+    header = dict(
+        model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
+        chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
+        temperature=flags.temperature, entropy=flags.entropy, **(dict(experts=True) if flags.experts else {}),
+        **(dict(top_k=flags.top_k) if flags.top_k else {}),
+    )  # fmt: skip
+    if flags.experts and not run.config.model.layers_with_experts:
+        raise UserError(
+            f"--experts needs a model with experts, and {flags.source} has none; remove it"
+        )
+    if flags.top_k > run.config.model.vocab_size:
+        raise UserError(
+            f"--top_k={flags.top_k} is more than the {run.config.model.vocab_size} tokens of the model; use a smaller"
+            " number"
+        )
+    # Processes must agree, also on file systems that show them different states of the file.
+    num_stored = 0 if jax.process_index() else _num_records(out, header)
+    num_done = int(broadcast_one_to_all(np.int32(num_stored)))
+    num_records = 0
+    with (
+        full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
+        # Other processes than 0 compute the same records and write none.
+        open(os.devnull if jax.process_index() else out, "a", encoding="utf-8") as file,
+        progress_lines("scoring records", is_shown=jax.process_index() == 0) as update,
+    ):
+        for num_records, record in enumerate(records_of(source), start=1):
+            if num_records <= num_done:
+                continue
+            traces = reader.read(record, is_sampled=True)
+            scores = [_scores(run.model, trace, flags) for trace in traces]
+            values = dict(record.values) | _fields(scores, run, flags)
+            file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
+            file.flush()
+            update(num_records - num_done, 0)
+    for warning in encoder.notes.lines(str(source)):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(
+        f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs"
+    )
+    return 0
+
+
+def _fields(scores: Sequence[Any], run: Any, flags: LogprobsFlags) -> dict[str, Any]:
+    """What the command adds to a record, from the scores of its traces."""
+    from jaxlc.data.sequences.loader import experts_dtype
+    from jaxlc.posttrain.records import TEACHER, encoded_array
+
+    values = {flags.field: _by_answer([x.log_probs[0].tolist() for x in scores])}
+    if flags.entropy:
+        values["entropies"] = _by_answer([x.entropies[0].tolist() for x in scores])
+    if flags.experts:
+        dtype = experts_dtype(run.config.model).base
+        arrays = [encoded_array(x.experts[0, :-1].astype(dtype)) for x in scores]
+        values["routed_experts"] = _by_answer(arrays)
+    if flags.top_k:
+        for name, of in zip(TEACHER, ("top_tokens", "top_log_probs")):
+            values[name] = _by_answer([encoded_array(getattr(x, of)[0]) for x in scores])
+        values["teacher_tokenizer"] = run.tokenizer.fingerprint
+    return values
+
+
+def _scores(model: Any, trace: Any, flags: LogprobsFlags) -> Any:
+    """The `TokenScores` of the tokens in the loss."""
+    targets = np.flatnonzero(trace.in_loss)[None]
+    settings = flags.temperature, flags.experts, flags.top_k
+    return model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], *settings)
+
+
+def _json_value(value: Any) -> Any:
+    """Values of Parquet columns that JSON does not have: arrays, bytes in base64, and as text dates
+    and others.
+    """
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
+
+
+def _by_answer(values: Sequence[Any]) -> Any:
+    """The values of a trace, or of a pair by their names."""
+    return values[0] if len(values) == 1 else dict(zip(("chosen", "rejected"), values))
+
+
+def _num_records(out: Path, header: dict[str, Any]) -> int:
+    """Records that an earlier run wrote; removes a line that it did not finish. Writes the header
+    of a new file.
+
+    Raises:
+      UserError: the file has another header or none. It is not changed.
+    """
+    path = out.with_suffix(".header.json")
+    if not out.is_file() or not out.stat().st_size:
+        with replacing(path) as file:
+            file.write(json.dumps(header, indent=2).encode())
+        return 0
+    if changed := difference(read_json_file(path) if path.is_file() else {}, header):
+        raise UserError(
+            f"{out} was made with something else, according to {path.name} ({changed}): use another OUT, or remove the"
+            " file"
+        )
+    with out.open("rb+") as file:
+        lengths = [len(line) for line in file if line.endswith(b"\n")]
+        file.truncate(sum(lengths))
+    return len(lengths)
+
+
+logprobs_main = functools.partial(
+    run_main,
+    _logprobs,
+    flags=LogprobsFlags,
+    interrupted=f"interrupted; {_KEPT}",
+)

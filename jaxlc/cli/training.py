@@ -1,0 +1,234 @@
+"""The verbs of a training run: `train`, what checks its machines and its data before it starts, and
+what compares its trace with the plan.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from jaxlc.cli.flags import check_output_file, import_jax, write_json
+from jaxlc.config.command_line import ConfigFlags, ParsedCommand, VerbFlags, run_main
+from jaxlc.config.values import From1
+from jaxlc.core import errors, text
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing
+from jaxlc.core.text import did_you_mean, print_to_stderr
+from jaxlc.runtime import peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(ConfigFlags):
+    """usage: jaxlc train --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+
+    Trains a model. If the work directory has checkpoints, training resumes from the latest valid
+    one.
+    """
+
+
+def train_main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv`, program name first, and ends the process."""
+    text.outlast()
+    kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
+    peers.exit_process(run_main(train, argv, flags=TrainFlags, interrupted=kept))
+
+
+def train(command: ParsedCommand[TrainFlags]) -> int:
+    """Returns the exit status: 0; after SIGTERM 143, SIGHUP 129, Ctrl-C 130; 1 if a loss or
+    gradient is not finite.
+    """
+    peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir)))
+    try:
+        return _train(command)
+    except (
+        KeyboardInterrupt
+    ) as interrupt:  # before the first step, after the last, or a second Ctrl-C
+        peers.report_failure(interrupt)
+        raise KeyboardInterrupt(
+            f"interrupted; {_latest_checkpoint(Path(command.workdir))}"
+        ) from None
+    except Exception as error:
+        peers.report_failure(error)
+        raise
+
+
+def _train(command: ParsedCommand[TrainFlags]) -> int:
+    stages = command.stages
+    from jaxlc.train import loop
+    from jaxlc.train.reports.step_reports import TrainingStopped
+
+    try:
+        return loop.run(stages, command.workdir, config_path=command.flags.config).exit_status
+    except TrainingStopped as stopped:
+        print(f"error: {stopped}", file=sys.stderr)
+        return 1
+
+
+def _latest_checkpoint(workdir: Path) -> str:
+    from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
+
+    steps = committed_steps(workdir / CHECKPOINTS_DIRECTORY)
+    if not steps:
+        return f"there is no checkpoint in {workdir}"
+    return f"the latest checkpoint in {workdir} is of step {steps[-1]}; run the same command again to resume from it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightFlags(ConfigFlags):
+    """usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+
+    Checks the machines of a run before it starts: versions, clocks, host names, limits, free memory and
+    disk, the shared file system, the speed of each device. Start it as the training command, with the
+    same launcher and arguments. Exit status 0: the run can start; 2: the reasons are printed.
+    """
+
+
+def preflight_main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv`, program name first, and ends the process."""
+    peers.exit_process(preflight(argv))
+
+
+def preflight(argv: Sequence[str]) -> int:
+    """`preflight_main` without the end of the process; returns the exit status."""
+    return run_main(_preflight, argv, flags=PreflightFlags)
+
+
+def _preflight(command: ParsedCommand[PreflightFlags]) -> int:
+    import_jax()
+    from jaxlc.preflight.check import check
+
+    try:
+        return check(command)
+    except Exception as error:
+        peers.report_failure(error)
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags(ConfigFlags):
+    """usage: jaxlc data report --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+           jaxlc data show --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--num=3]
+
+    report prints the documents and tokens of each source by length, and the shares and epochs of the
+    run, and writes a picture of them to WORKDIR/data.png; of traces also groups, shared prefixes and
+    rewards. show prints documents, rendered chats, groups of traces and prompts of rollouts as the run
+    uses them, with the tokens that have a loss in green, or in brackets where the output has no colors.
+    Sources that are not tokenized yet are tokenized, as a run would do. JAX does not start.
+    """
+
+    positional = ("action",)
+    uses_devices = False
+
+    action: str  # report or show
+    # show: number of documents, prompts or groups of each source; default: 3
+    num: From1[int] | None = None
+
+
+def _data(command: ParsedCommand[DataFlags]) -> int:
+    actions = {"report": _report_data, "show": _show_data}
+    action = command.flags.action
+    if action not in actions:
+        raise UserError(f"unknown command {action!r}: {did_you_mean(action, actions)}")
+    return actions[action](command)
+
+
+def _show_data(command: ParsedCommand[DataFlags]) -> int:
+    from jaxlc.data.examples import examples_of_stages
+
+    examples = examples_of_stages(command.stages, command.flags.num or 3, print_to_stderr)
+    _print_warnings(examples.warnings)
+    print(examples.text(color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return 0
+
+
+def _report_data(command: ParsedCommand[DataFlags]) -> int:
+    if command.flags.num is not None:
+        raise UserError("--num has no effect on report: remove it, or use show")
+    from jaxlc.data.examples import open_shown
+    from jaxlc.data.report import StageShares, report_text
+
+    views, stages, warnings, details = {}, [], {}, {}
+    for stage in command.stages:
+        source = open_shown(stage.config, print_to_stderr)
+        warnings |= dict.fromkeys(source.warnings)
+        views |= {view.name: view for view in source.views()}
+        details |= dict.fromkeys(source.details())
+        stages.append(StageShares.of(stage, source))
+    stages = [stage for stage in stages if stage.shares]
+    _print_warnings(warnings)
+    print("\n".join([report_text(list(views.values()), stages), *[""] * bool(details), *details]))
+    if not stages:
+        return 0
+    if errors.is_installed("matplotlib"):
+        from jaxlc.data.report_figure import report_figure
+
+        path = Path(command.workdir) / "data.png"
+        advice = "use a different --workdir"
+        make_writable(path.parent, advice)
+        with (
+            full_disk_explained(path.parent, lambda: f"free space, or {advice}"),
+            replacing(path) as out,
+        ):
+            report_figure(list(views.values()), stages).savefig(out, format="png")
+        print(f"\nplot  {displayed(path)}")
+    else:
+        print(f"\nplot skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}")
+    return 0
+
+
+def _print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print_to_stderr(f"warning: {warning}")
+
+
+data_main = functools.partial(
+    run_main,
+    _data,
+    flags=DataFlags,
+    interrupted="interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(VerbFlags):
+    """usage: jaxlc profile TRACE [--plan=FILE] [--topology=GPU:DOMAINSxGPUS]
+
+    Compares a trace of training steps with the plan's estimate, by class of kernels and by ring step.
+    Trace the steps with --config.profile.steps=10:13; the trace is then in WORKDIR/profile.
+    """
+
+    positional = ("trace",)
+
+    trace: str  # WORKDIR/profile, a trace directory, or a .xplane.pb file
+    plan: str = ""  # JSON file of jaxlc plan --json; default: that of the traced step
+    topology: str = ""  # GPUs of the run, such as h100:1x8; default: as recorded
+    constants: str = ""  # JSON file of measured constants, as for jaxlc plan
+    steps: int = 0  # number of traced steps; 0: as recorded
+    json: str = ""  # output file for the comparison as JSON
+
+
+def _profile(command: ParsedCommand[ProfileFlags]) -> int:
+    flags = command.flags
+    if flags.json:
+        check_output_file("json", flags.json)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed to read a trace
+    from jaxlc.profile import compare
+
+    result = compare(
+        flags.trace,
+        plan=flags.plan,
+        topology=flags.topology,
+        constants=flags.constants,
+        num_steps=flags.steps,
+    )
+    print(result)
+    if flags.json:
+        write_json(flags.json, result.to_json())
+    return 0
+
+
+profile_main = functools.partial(run_main, _profile, flags=ProfileFlags)
