@@ -15,7 +15,7 @@ and the second ones in reverse order.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
+
+
+def fragments_of(tree: Any, num_fragments: int, axis: int = 1) -> list[Any]:
+    """The part of each fragment of this rank, of a tree of arrays with tokens, or groups, in `axis`."""
+    return [
+        jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments, axis)[i], tree)
+        for i in range(num_fragments)
+    ]
 
 
 def predecessors(fragments: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:

@@ -26,6 +26,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
     Operands,
     ShardedRecurrence,
     filtered,
+    rows_at,
     unit_lengths,
 )
 from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
@@ -348,11 +349,7 @@ def _last_inputs(
     # in the chunk; negative: in the past
     index_bP = new.num_new_B[:, None] - num_past + jnp.arange(num_past)
     local_bP = index_bP - first
-    is_here = (local_bP >= 0) & (local_bP < x_bthW.shape[1]) & (index_bP >= 0)
-
-    def taken(x, index_bP, is_taken_bP):
-        values = jnp.take_along_axis(x, index_bP[..., None, None], axis=1, mode="clip")
-        return jnp.where(is_taken_bP[..., None, None], values, 0)
-
-    here = lax.psum(taken(x_bthW, local_bP, is_here), CONTEXT)
-    return taken(past_bPhW, num_past + index_bP, index_bP < 0) + here.astype(past_bPhW.dtype)
+    is_here = (local_bP < x_bthW.shape[1]) & (index_bP >= 0)
+    here = lax.psum(rows_at(x_bthW, jnp.where(is_here, local_bP, -1)), CONTEXT)
+    past = rows_at(past_bPhW, jnp.where(index_bP < 0, num_past + index_bP, -1))
+    return past + here.astype(past_bPhW.dtype)

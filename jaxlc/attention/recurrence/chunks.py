@@ -142,26 +142,23 @@ class _Chunks(NamedTuple):
     added: jax.Array  # [..., K, V]
 
 
-def affine_map(tokens: Tokens, rule: Rule) -> Affine:
-    """The map of the states over all tokens, float32 or wider. See `Affine`; M has a row for each
-    state if nothing is corrected, and for each channel otherwise.
+def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
+    """The map of the states over all tokens, float32 or wider, and the outputs as functions of the
+    state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q.
+
+    See `Affine`; M has a row for each state if nothing is corrected, and for each channel otherwise.
     """
     chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
-    if chunks.correction is None:
-        return Affine(_decays(chunks)[0], _states(_no_state(chunks), chunks, dtype)[0])
-    return _affine(_states(_first_columns(chunks), chunks, dtype)[0])
-
-
-def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
-    """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the
-    state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of
-    q."""
-    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    no_state = jnp.zeros_like(chunks.added[0])
     if chunks.correction is not None:
-        columns, entering = _states(_first_columns(chunks), chunks, dtype)
-        return _affine(columns), _outputs(chunks, entering, dtype)
+        key_dim = no_state.shape[-2]
+        eye = jnp.eye(key_dim, dtype=no_state.dtype)
+        eye = jnp.broadcast_to(eye, (*no_state.shape[:-2], *eye.shape))
+        columns, entering = _states(jnp.concatenate([eye, no_state], axis=-1), chunks, dtype)
+        own = Affine(columns[..., :key_dim], columns[..., key_dim:])
+        return own, _outputs(chunks, entering, dtype)
     total, before = _decays(chunks)
-    U, entering = _states(_no_state(chunks), chunks, dtype)
+    U, entering = _states(no_state, chunks, dtype)
     by_state = chunks.q.reshape(*chunks.q.shape[:-1], before.shape[-1], -1)
     q = product("nbhcik,nbhij->nbhcjk", by_state, before).reshape(chunks.q.shape).astype(dtype)
     out = _outputs(chunks, entering, dtype)
@@ -175,22 +172,6 @@ def _decays(chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
     decay = chunks.decay[..., 0]
     first = jnp.broadcast_to(jnp.eye(decay.shape[-1], dtype=decay.dtype), decay.shape[1:])
     return lax.scan(lambda M, decay: (product("...ij,...jk->...ik", decay, M), M), first, decay)
-
-
-def _no_state(chunks: _Chunks) -> jax.Array:
-    return jnp.zeros_like(chunks.added[0])
-
-
-def _first_columns(chunks: _Chunks) -> jax.Array:
-    """(M | U) of no tokens, [B, H, K, K + V]: (I | 0)."""
-    zeros = _no_state(chunks)
-    eye = jnp.eye(zeros.shape[-2], dtype=zeros.dtype)
-    return jnp.concatenate([jnp.broadcast_to(eye, (*zeros.shape[:-2], *eye.shape)), zeros], axis=-1)
-
-
-def _affine(columns: jax.Array) -> Affine:
-    key_dim = columns.shape[-2]
-    return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
 def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
@@ -550,10 +531,5 @@ def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
     """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H,
     states, states, 1 or K].
     """
-    num_states = decay.shape[-2]
-    if num_states == 1:
-        return S * decay[:, :, 0, 0, :, None]
-    states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
-    return sum(
-        decay[..., i, :, None] * states[:, :, i][:, :, None] for i in range(num_states)
-    ).reshape(S.shape)
+    states = S.reshape(*S.shape[:2], 1, decay.shape[-2], -1, S.shape[-1])
+    return (decay[..., None] * states).sum(3).reshape(S.shape)

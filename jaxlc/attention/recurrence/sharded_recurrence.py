@@ -37,6 +37,7 @@ class GroupTable(NamedTuple):
     # of P tokens before the group and of its places, L = P + g; of empty places: the last one
     segments_bGL: jax.Array
     fragment_bG: jax.Array  # of each group; F: none. A fragment has consecutive groups
+    started_bG: jax.Array  # the fragment whose first group it is; -1: none
     last_tokens_bFP: jax.Array  # the last P tokens of each fragment; -1: the fragment has fewer
     place_in_last_bt: jax.Array  # of each token, among the last ones of all fragments; -1: none
 
@@ -100,16 +101,14 @@ def group_table(
         last_tokens_bFP >= 0, _taken(segments_bt, jnp.maximum(last_tokens_bFP, 0)), 0
     )
     is_first_bG = (groups_G == _taken(first_group_bF, known_bG)) & (fragment_bG < num_fragments)
+    started_bG = jnp.where(is_first_bG, fragment_bG, -1)
     before_bFP = before_fragments(ends_bFP, ranks)
-    before_bGP = _take(before_bFP, known_bG[..., None])
-    before_bGP = jnp.where(
-        is_first_bG[..., None], before_bGP, _ends_of_previous(own_bGg, num_before)
-    )
     return GroupTable(
         place_of_token_bt=place_bt,
         token_of_place_bGg=jnp.where(exists_bGg, token_bGg, -1),
-        segments_bGL=jnp.concatenate([before_bGP, own_bGg], axis=2),
+        segments_bGL=with_halos(own_bGg, before_bFP, started_bG),
         fragment_bG=fragment_bG,
+        started_bG=started_bG,
         last_tokens_bFP=last_tokens_bFP,
         place_in_last_bt=_inverse(last_tokens_bFP.reshape(batch, -1), num_tokens),
     )
@@ -137,17 +136,14 @@ def halos(arrays_btW: list[jax.Array], table: GroupTable, ranks: Ranks) -> jax.A
     return before_fragments(ends_bnW.reshape(*table.last_tokens_bFP.shape, -1), ranks)
 
 
-def with_halos(x_bGg: jax.Array, halos_bFP: jax.Array, table: GroupTable) -> jax.Array:
-    """The groups with the P tokens before each, [b, G, P + g, ...]."""
-    num_fragments, num_before = halos_bFP.shape[1:3]
-    fragment_bG = table.fragment_bG
-    previous_bG = jnp.pad(fragment_bG[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
-    is_first_bG = (fragment_bG != previous_bG) & (fragment_bG < num_fragments)
-    index_bG = jnp.where(is_first_bG, fragment_bG, -1)
-    before_bGP = rows_at(halos_bFP, index_bG)
-    before_bGP = jnp.where(
-        like(is_first_bG, x_bGg), before_bGP, _ends_of_previous(x_bGg, num_before)
-    )
+def with_halos(x_bGg: jax.Array, halos_bFP: jax.Array, started_bG: jax.Array) -> jax.Array:
+    """The groups with the P tokens before each, [b, G, P + g, ...]: those of the group before it, or
+    of `halos` where a fragment starts.
+    """
+    ends_bGP = x_bGg[:, :-1, -halos_bFP.shape[2] :]
+    ends_bGP = jnp.pad(ends_bGP, [(0, 0), (1, 0), *[(0, 0)] * (x_bGg.ndim - 2)])
+    is_start = like(started_bG >= 0, x_bGg)
+    before_bGP = jnp.where(is_start, rows_at(halos_bFP, started_bG), ends_bGP)
     return jnp.concatenate([before_bGP, x_bGg], axis=2)
 
 
@@ -201,12 +197,6 @@ def _taken(values_bm: jax.Array, index: jax.Array) -> jax.Array:
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
-
-
-def _ends_of_previous(x_bGg: jax.Array, num_tokens: int) -> jax.Array:
-    """The last tokens of the group before each, [b, G, tokens, ...]; zeros before the first."""
-    ends = x_bGg[:, :-1, -num_tokens:]
-    return jnp.pad(ends, [(0, 0), (1, 0), *[(0, 0)] * (x_bGg.ndim - 2)])
 
 
 _NORM_EPSILON = 1e-6  # added to the sum of squares of queries and keys
@@ -365,7 +355,7 @@ def _filtered_groups(
     """As `filtered`, [b, G, g, h, W]."""
     flat_btw, heads = x_bthW.reshape(*x_bthW.shape[:2], -1), x_bthW.shape[2:]
     with jax.named_scope(scopes.CONVOLUTION):
-        x_bGLw = with_halos(in_groups(flat_btw, table), before_bFPw, table)
+        x_bGLw = with_halos(in_groups(flat_btw, table), before_bFPw, table.started_bG)
     segments_BL = table.segments_bGL.reshape(-1, x_bGLw.shape[2])  # of b x G sequences
     out_BLhW = filtered(x_bGLw.reshape(*segments_BL.shape, *heads), conv, segments_BL)
     return out_BLhW.reshape(*x_bGLw.shape[:3], *heads)[:, :, before_bFPw.shape[2] :]

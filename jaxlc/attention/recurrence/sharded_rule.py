@@ -19,11 +19,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.recurrence import chunks
-from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs, read
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, read
 from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
+    Affine,
     continued_states,
     entering_states,
+    fragments_of,
     predecessors,
     states_of_groups,
 )
@@ -54,22 +56,9 @@ def recurrence(tokens: Tokens, rule: Rule, *, ranks: Ranks, num_fragments: int) 
         is followed by those that continue it.
       num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
-    groups = _groups_of_rank(tokens, ranks, num_fragments)
-    if len(groups.segments_BL) * ranks.size == 1:
-        states = _first_state(tokens)[None]
-        out = _in_groups(
-            jax.checkpoint(lambda pair: outputs(*pair, rule=rule)[0]), (groups, states)
-        )
-    else:
-        maps, reads = _in_groups(
-            jax.checkpoint(functools.partial(map_and_reads, rule=rule)), groups
-        )
-        fragment_maps = [
-            jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps)
-            for i in range(num_fragments)
-        ]
-        states = jnp.concatenate(entering_states(fragment_maps, ranks))
-        out = _in_groups(lambda pair: read(*pair), (reads, states))
+    maps, reads = _maps_and_reads(_groups_of_rank(tokens, ranks, num_fragments), rule)
+    states = entering_states(fragments_of(maps, num_fragments, 0), ranks)
+    out = _outputs(reads, jnp.concatenate(states))
     return _in_order(out, tokens.q_BLGK.shape[1], num_fragments)
 
 
@@ -83,10 +72,8 @@ def recurrence_in_groups(
       groups: arrays [G, B, g, ...].
       fragment_GB, num_fragments: of `sharded_recurrence.GroupTable`.
     """
-    in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
-    maps, reads = in_groups(jax.checkpoint(functools.partial(map_and_reads, rule=rule)), groups)
-    states = states_of_groups(maps, fragment_GB, ranks, num_fragments)
-    return in_groups(lambda pair: read(*pair), (reads, states))
+    maps, reads = _maps_and_reads(groups, rule)
+    return _outputs(reads, states_of_groups(maps, fragment_GB, ranks, num_fragments))
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -101,31 +88,29 @@ def continued_recurrence(
     """
     groups = _groups_of_rank(tokens, ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    maps, reads = _in_groups(functools.partial(map_and_reads, rule=rule), groups)
+    maps, reads = _maps_and_reads(groups, rule)
     states, state = continued_states(maps, initial_bHKV, ranks)
-    out = _in_groups(lambda pair: read(*pair), (reads, states))
-    return _in_order(out, tokens.q_BLGK.shape[1], 1), state
-
-
-def _first_state(tokens: Tokens) -> jax.Array:
-    q, (num_sequences, _, num_heads, value_dim) = tokens.q_BLGK, tokens.v_BLHV.shape
-    num_states = 1 if tokens.prefixes_BLD is None else 1 + tokens.prefixes_BLD.shape[-1]
-    shape = num_sequences, num_heads, num_states * q.shape[-1], value_dim
-    return jnp.zeros(shape, jnp.promote_types(jnp.float32, q.dtype))
+    return _in_order(_outputs(reads, states), tokens.q_BLGK.shape[1], 1), state
 
 
 def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
-    """Groups of each batch of `recurrence_in_groups`. The batches are few, and equal if that
-    divides the number of groups: XLA compiles a smaller last batch for minutes, with all that
-    computes its operands."""
+    """Groups that are computed at once. The batches are few, and equal if that divides the number of
+    groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
     most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
     return math.ceil(num_groups / math.ceil(num_groups / most))
 
 
-def _in_groups(function: Callable, groups: Any, at_once: int = 0) -> Any:
-    """`function` of each group, several at once; `groups` is a tree of arrays [groups, B, ...]."""
-    num_sequences = jax.tree.leaves(groups)[0].shape[1]
-    return lax.map(function, groups, batch_size=at_once or max(1, _GROUPS_AT_ONCE // num_sequences))
+def _maps_and_reads(groups: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
+    """`map_and_reads` of groups, arrays [G, B, g, ...]."""
+    run = jax.checkpoint(functools.partial(map_and_reads, rule=rule))
+    return lax.map(run, groups, batch_size=groups_at_once(*groups.v_BLHV.shape[:3]))
+
+
+def _outputs(reads: jax.Array, states: jax.Array) -> jax.Array:
+    """The outputs of groups, from the states that enter them."""
+    num_groups, num_sequences, num_chunks = reads.shape[:3]
+    at_once = groups_at_once(num_groups, num_sequences, num_chunks * chunks.CHUNK_TOKENS)
+    return lax.map(lambda pair: read(*pair), (reads, states), batch_size=at_once)
 
 
 def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
@@ -140,13 +125,7 @@ def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
     group_tokens = (
         math.ceil(fragment_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
     )
-    parts = jax.tree.map(lambda x: jnp.split(x, num_fragments, axis=1), tokens)
-    fragments = [
-        jax.tree.map(
-            lambda parts, i=i: parts[i], parts, is_leaf=lambda parts: isinstance(parts, list)
-        )
-        for i in range(num_fragments)
-    ]
+    fragments = fragments_of(tokens, num_fragments)
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
     groups = [groups_of(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
@@ -228,18 +207,12 @@ def gated_delta_rule(
       UserError: a shape does not split over the mesh, or a name is unknown.
       Unsupported: a segment is not contiguous.
     """
-    _check_delta_shapes(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
+    _check_delta_shapes(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH)
     rule = Rule(q_BTGK.shape[-1] ** -0.5 if scale is None else scale)
     arrays = (q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
-    settings = dict(num_fragments=_num_fragments(token_order), rule=rule)
-    if is_manual(context_axis, q_BTGK):
-        return _delta_rule(*arrays, ranks=_local_ranks(context_axis), **settings)
-    axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
     heads = f"{v_BTHV.shape[2]} value and {q_BTGK.shape[2]} key heads"
-    check_split(v_BTHV.shape[:3], q_BTGK.shape[2], mesh, axes, heads=heads)
-    _check_segments(segment_ids, mesh, axes, token_order)
-    arrays = (*(repeat_heads(x, axes.num_head_ranks(mesh)) for x in arrays[:2]), *arrays[2:])
-    return _split(arrays, _delta_rule, tuple(settings.items()), mesh, axes, 5)
+    where = mesh, context_axis, batch_axes, head_axis, token_order
+    return _on_mesh(_delta_rule, arrays, 5, heads, where, rule=rule)
 
 
 def _delta_rule(q, k, v, g, beta, segments_bt, *, rule: Rule, **how) -> jax.Array:
@@ -277,17 +250,9 @@ def short_convolution(
         raise UserError(
             f"invalid shapes x {x_BTW.shape} and weights {weights_PW.shape}: expected [B, T, W] and [P, W]"
         )
-    arrays, settings = (
-        (x_BTW, segment_ids, weights_PW),
-        dict(num_fragments=_num_fragments(token_order)),
-    )
-    if is_manual(context_axis, x_BTW):
-        return _convolution(*arrays, ranks=_local_ranks(context_axis), **settings)
-    axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
-    num_channels = x_BTW.shape[2]
-    check_split(x_BTW.shape, num_channels, mesh, axes, heads=f"{num_channels} channels")
-    _check_segments(segment_ids, mesh, axes, token_order)
-    return _split(arrays, _convolution, tuple(settings.items()), mesh, axes, 1)
+    arrays, heads = (x_BTW, segment_ids, weights_PW), f"{x_BTW.shape[2]} channels"
+    where = mesh, context_axis, batch_axes, head_axis, token_order
+    return _on_mesh(_convolution, arrays, 1, heads, where)
 
 
 def _convolution(x_btW, segments_bt, weights_PW, *, ranks: Ranks, num_fragments: int) -> jax.Array:
@@ -298,6 +263,38 @@ def _convolution(x_btW, segments_bt, weights_PW, *, ranks: Ranks, num_fragments:
             " sequence or fewer context ranks"
         )
     return convolution(x_btW, weights_PW, segments_bt, ranks=ranks, num_fragments=num_fragments)
+
+
+def _on_mesh(
+    local: Callable, arrays: tuple, num_with_heads: int, heads: str, where: tuple, **settings
+) -> jax.Array:
+    """Checks and splits the arrays of `_split`.
+
+    Args:
+      heads: as of `check_split`.
+      where: the arguments mesh, context_axis, batch_axes, head_axis and token_order.
+    """
+    mesh, context_axis, batch_axes, head_axis, token_order = where
+    if token_order not in get_args(TokenOrder):
+        raise UserError(
+            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
+        )
+    settings["num_fragments"] = num_fragments = 2 if token_order == "zigzag" else 1
+    segment_ids, shape_BT = arrays[num_with_heads], arrays[0].shape[:2]
+    if segment_ids is not None and segment_ids.shape != shape_BT:
+        raise UserError(
+            f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {shape_BT}"
+        )
+    if is_manual(context_axis, arrays[0]):
+        ranks = Ranks(context_axis, lax.axis_size(context_axis))
+        return local(*arrays, ranks=ranks, **settings)
+    axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
+    check_split(arrays[num_with_heads - 1].shape[:3], arrays[0].shape[2], mesh, axes, heads=heads)
+    if segment_ids is not None:
+        check_contiguous(segment_ids, mesh.shape[axes.context] if num_fragments == 2 else 1)
+    operands = (repeat_heads(x, axes.num_head_ranks(mesh)) for x in arrays[:num_with_heads])
+    arrays = *operands, *arrays[num_with_heads:]
+    return _split(arrays, local, tuple(settings.items()), mesh, axes, num_with_heads)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -320,45 +317,20 @@ def _split(
     return shard_map(local, mesh, tuple(specs), specs[0])(*arrays)
 
 
-def _local_ranks(context_axis: str) -> Ranks:
-    return Ranks(context_axis, lax.axis_size(context_axis))
-
-
-def _num_fragments(token_order: TokenOrder) -> int:
-    if token_order not in get_args(TokenOrder):
+def _check_delta_shapes(q, k, v, g, beta) -> None:
+    shapes = ", ".join(str(x.shape) for x in (q, k, v, g, beta))
+    are_valid = (
+        q.ndim == v.ndim == 4
+        and k.shape == q.shape
+        and v.shape[:2] == q.shape[:2]
+        and v.shape[2] % q.shape[2] == 0
+        and beta.shape == v.shape[:3]
+        and g.shape in (beta.shape, (*beta.shape, q.shape[3]))
+    )
+    if not are_valid:
         raise UserError(
-            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
-        )
-    return 2 if token_order == "zigzag" else 1
-
-
-def _check_segments(
-    segment_ids: jax.Array | None, mesh: Mesh, axes: AttentionAxes, token_order: TokenOrder
-) -> None:
-    if segment_ids is not None:
-        check_contiguous(segment_ids, mesh.shape[axes.context] if token_order == "zigzag" else 1)
-
-
-def _check_delta_shapes(q, k, v, g, beta, segment_ids) -> None:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, g {g.shape} and beta {beta.shape}"
-    if (
-        q.ndim != 4
-        or q.shape != k.shape
-        or v.ndim != 4
-        or not v.shape[:3] == g.shape[:3] == beta.shape
-    ):
-        raise UserError(
-            f"invalid shapes {shapes}: expected q and k [B, T, G, K], v [B, T, H, V], g and beta [B, T, H]"
-        )
-    if g.shape[3:] not in ((), q.shape[3:]):
-        raise UserError(
-            f"invalid shapes {shapes}: expected g [B, T, H], or [B, T, H, K] with a decay of each channel"
-        )
-    if q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
-        raise UserError(f"invalid shapes {shapes}: expected equal B and T, and H a multiple of G")
-    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
-        raise UserError(
-            f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {q.shape[:2]}"
+            f"invalid shapes {shapes} of q, k, v, g, beta: expected q and k [B, T, G, K], v [B, T, H, V] with H a"
+            " multiple of G, g [B, T, H], or [B, T, H, K] with a decay of each channel, and beta [B, T, H]"
         )
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v, g, beta)):
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v, g, beta))

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.attention.recurrence import chunks
-from jaxlc.attention.recurrence.chunks import Rule, Tokens, affine_map, outputs
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs
 from jaxlc.attention.recurrence.convolution import Tail, tails_before
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
@@ -164,7 +164,7 @@ def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Ru
     k, v = _filtered(operands[1:3], before[1:], operands.filters[1:], segments)
     # the map does not depend on q
     groups = _groups(operands, unit_lengths(rule, k, k, v), segments)
-    run_group = jax.checkpoint(functools.partial(affine_map, rule=rule))
+    run_group = jax.checkpoint(lambda tokens: map_and_reads(tokens, rule)[0])
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(run_group, groups))
     return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)

@@ -37,6 +37,14 @@ def _read_kinds(config: Fields) -> list[str]:
     return read_layer_types(config, default=(*("gated_delta_net",) * (interval - 1), "full"))
 
 
+_SIZES = {
+    "linear_num_key_heads": "delta_net.key_heads",
+    "linear_num_value_heads": "delta_net.value_heads",
+    "linear_key_head_dim": "delta_net.key_dim",
+    "linear_value_head_dim": "delta_net.value_dim",
+    "linear_conv_kernel_dim": "delta_net.conv_taps",
+}
+
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
@@ -44,14 +52,7 @@ QWEN3_5_TEXT = Family(
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
     settings={"attention.qk_norm": "head", "attention.gate": True, "zero_centered_norm": True},
-    fields={
-        "attention_bias": "attention.qkv_bias",
-        "linear_num_key_heads": "delta_net.key_heads",
-        "linear_num_value_heads": "delta_net.value_heads",
-        "linear_key_head_dim": "delta_net.key_dim",
-        "linear_value_head_dim": "delta_net.value_dim",
-        "linear_conv_kernel_dim": "delta_net.conv_taps",
-    },
+    fields={"attention_bias": "attention.qkv_bias", **_SIZES},
     defaults=dict(
         num_key_value_heads=4,
         head_dim=256,
@@ -192,23 +193,11 @@ OLMO_HYBRID = Family(
         "delta_net.norm_epsilon": 1e-5,
         "delta_net.negative_eigenvalues": True,
     },
-    fields={
-        "linear_num_key_heads": "delta_net.key_heads",
-        "linear_num_value_heads": "delta_net.value_heads",
-        "linear_key_head_dim": "delta_net.key_dim",
-        "linear_value_head_dim": "delta_net.value_dim",
-        "linear_conv_kernel_dim": "delta_net.conv_taps",
-        "linear_allow_neg_eigval": "delta_net.negative_eigenvalues",
-    },
+    fields={**_SIZES, "linear_allow_neg_eigval": "delta_net.negative_eigenvalues"},
     defaults=dict(
         num_key_value_heads=None,
         head_dim=None,
-        linear_num_key_heads=None,
-        linear_num_value_heads=None,
-        linear_key_head_dim=None,
-        linear_value_head_dim=None,
-        linear_conv_kernel_dim=4,
-        linear_allow_neg_eigval=True,
+        **dict.fromkeys(_SIZES) | dict(linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
     ),
     tensor_names={
         _LINEAR: {

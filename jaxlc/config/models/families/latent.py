@@ -183,10 +183,10 @@ _KIMI_NAMES = {  # of DeepSeek V3 -> of Kimi Linear
     "n_group": "num_expert_group",
     "n_shared_experts": "num_shared_experts",
 }
-_KIMI_SIZES = {  # in linear_attn_config -> as fields of transformers
-    "num_heads": "linear_num_heads",
-    "head_dim": "linear_head_dim",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
+_KIMI_SIZES = {  # in linear_attn_config, which are fields of transformers, too
+    "num_heads": "kda.key_heads",
+    "head_dim": "kda.head_dim",
+    "short_conv_kernel_size": "kda.conv_taps",
 }
 
 
@@ -210,7 +210,7 @@ def _kimi_write_kinds(model: ModelConfig) -> dict[str, Any]:
         kda_layers=[i + 1 for i, x in enumerate(is_linear) if x],
         full_attn_layers=[i + 1 for i, x in enumerate(is_linear) if not x],
     )
-    linear |= dict(zip(_KIMI_SIZES, (model.kda.key_heads, model.kda.head_dim, model.kda.conv_taps)))
+    linear |= {name: model.by_path[setting] for name, setting in _KIMI_SIZES.items()}
     num_dense = sum(kind in _KIMI_DENSE for kind in kinds)
     return dict(linear_attn_config=linear, first_k_dense_replace=num_dense)
 
@@ -218,13 +218,8 @@ def _kimi_write_kinds(model: ModelConfig) -> dict[str, Any]:
 def _kimi_read_settings(config: Fields) -> dict[str, Any]:
     linear = config.get("linear_attn_config") or {}
     renamed = {name: config[own] for name, own in _KIMI_NAMES.items()}
-    sizes = {x: linear.get(x) or config[field] for x, field in _KIMI_SIZES.items()}
-    return _read_settings({**config, **renamed}) | {
-        "latent.interleaved": False,
-        "kda.key_heads": sizes["num_heads"],
-        "kda.head_dim": sizes["head_dim"],
-        "kda.conv_taps": sizes["short_conv_kernel_size"],
-    }
+    sizes = {setting: linear[x] for x, setting in _KIMI_SIZES.items() if linear.get(x)}
+    return _read_settings({**config, **renamed}) | sizes | {"latent.interleaved": False}
 
 
 def _kimi_write_settings(model: ModelConfig) -> dict[str, Any]:
