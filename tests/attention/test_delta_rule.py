@@ -450,5 +450,7 @@ def test_invalid_arguments_raise():
         )
     with pytest.raises(UserError, match="invalid token_order='sorted'"):
         gated_delta_rule(q, k, v, g, beta, mesh=mesh, token_order="sorted")
+    with pytest.raises(UserError, match=r"invalid shape \(1, 8\) for segment_ids"):
+        short_convolution(q[..., 0], jnp.ones((4, 2)), mesh=mesh, segment_ids=np.ones((1, 8), "i4"))
     with pytest.raises(UserError, match="a convolution of 300 taps reaches beyond the 256 tokens"):
         short_convolution(q[..., 0], jnp.ones((300, 2)), mesh=mesh)
