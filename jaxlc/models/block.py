@@ -9,7 +9,8 @@ Also the random keys of initial values, and loops over chunks of tokens.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +27,36 @@ from jaxlc.sharding.rules import Sharder
 _LORA_STREAM = 2**31 - 1
 
 
-class InitKeys:
-    """A key for each parameter, derived from one key; those of adapters do not change those of the
-    model.
+# replay: layers take the recorded experts; record: `LayerOutput.sums` has the chosen ones, int32
+# [B, T, k], or in tiles [n, B, t, k]
+Routing = Literal["", "replay", "record"]
+
+
+class Init:
+    """What layers are made with: which of their products are in FP8, their adapters and routing, and
+    a random key for each parameter, derived from one key.
 
     The keys equal those of `flax.nnx.Rngs`. Its counters are arrays; to update them takes a third
-    of the time in which JAX traces the initialization.
+    of the time in which JAX traces the initialization. Keys of adapters do not change those of the
+    model.
     """
 
-    def __init__(self, key: jax.Array):
-        self._key = key
+    def __init__(
+        self,
+        key: jax.Array,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+        routing: Routing = "",
+    ):
+        self.fp8, self.lora, self.routing, self._key = fp8, lora, routing, key
         self._num_params = self._num_adapter_params = 0
 
-    def params(self) -> jax.Array:
+    def param_key(self) -> jax.Array:
         """The key of the next parameter of the model."""
         self._num_params += 1
         return jax.random.fold_in(self._key, self._num_params - 1)
 
-    def lora(self) -> jax.Array:
+    def adapter_key(self) -> jax.Array:
         """The key of the next parameter of an adapter."""
         self._num_adapter_params += 1
         return jax.random.fold_in(
@@ -111,8 +124,8 @@ def over_chunks(body: Callable, carry, num_tokens: int, chunk_tokens: int):
 _TRUNCATED_STD = 0.87962566  # standard deviation of a standard normal cut at -2 and 2
 
 
-def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
-    """Declares a weight with its dimensions, e.g. `matrix(keys, fan_in=D, model=D, heads=N,
+def matrix(init: Init, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
+    """Declares a weight with its dimensions, e.g. `matrix(init, fan_in=D, model=D, heads=N,
     head_dim=H)`.
 
     The initial value is a normal with standard deviation `depth_scale`/sqrt(fan_in), truncated at
@@ -122,15 +135,17 @@ def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int
     """
     std = depth_scale / fan_in**0.5
     unit_variance = (
-        jax.random.truncated_normal(keys.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
+        jax.random.truncated_normal(init.param_key(), -2.0, 2.0, tuple(dims.values()))
+        / _TRUNCATED_STD
     )
     return nnx.Param(std * unit_variance, dims=tuple(dims))
 
 
-def weight(keys: InitKeys, shape: Matrix, depth_scale: float = 1.0) -> nnx.Param:
+def weight(init: Init, shape: Matrix, model: ModelConfig) -> nnx.Param:
     """Declares a weight of `config.kinds` by `matrix`."""
+    depth_scale = residual_depth_scale(model) if "model" in shape.outputs else 1.0
     return matrix(
-        keys, fan_in=shape.num_inputs, depth_scale=depth_scale, **shape.inputs, **shape.outputs
+        init, fan_in=shape.num_inputs, depth_scale=depth_scale, **shape.inputs, **shape.outputs
     )
 
 
@@ -154,13 +169,20 @@ class Block(nnx.Module):
     def __init__(
         self,
         model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None,
-        lora: LoraConfig | None,
-        projections: tuple[str, ...],
+        init: Init,
+        weights: Mapping[str, Matrix],
+        projections: Mapping[str, str],
     ):
-        self.matmul = Matmuls(fp8, *projections)
-        self.lora = make_adapters(model, lora, projections, keys.lora)
+        """
+        Args:
+          weights: the matrices of the block, which become its attributes; as the next of `config.kinds.contract.Block`.
+          projections: name of a product -> its matrix, which the block may lack.
+        """
+        names = [name for name, path in projections.items() if path in weights]
+        self.matmul = Matmuls(init.fp8, *names)
+        self.lora = make_adapters(model, init.lora, names, init.adapter_key)
+        for name, shape in weights.items():
+            setattr(self, name, weight(init, shape, model))
         # names of projections, and factors of their outputs; 1 for all others
         self.multipliers: tuple[tuple[str, float], ...] = ()
 

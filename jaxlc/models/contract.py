@@ -25,8 +25,10 @@ from jax.sharding import Mesh
 
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config, ModelConfig
+from jaxlc.config.kinds import MIXERS
+from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
-from jaxlc.models.block import Block
+from jaxlc.models.block import Block, Init
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
@@ -192,6 +194,11 @@ class Mixer(Block):
     """Mixes the tokens of a layer: its parameters, and the projections before and after what
     crosses ranks.
     """
+
+    def __init__(self, model: LayerConfig, init: Init):
+        """Declares the matrices of the kind: `model` has this mixer alone."""
+        kind = MIXERS[model.mixers[0]]
+        super().__init__(model, init, kind.matrices(model), kind.projections)
 
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[tuple, Any]:
         """Returns the operands of `Sequences.attend`, and what `projected` needs besides its

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, is_layers
-from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks, scaled
+from jaxlc.models.block import Init, RMSNorm, matrix, over_chunks, scaled
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.layer_stack import (
     DecoderLayer,
@@ -153,31 +153,22 @@ class Decoder(nnx.Module):
     unless it is tied.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        vocab_size_padded: int,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-        *,
-        routing: Routing = "",
-    ):
+    def __init__(self, model: ModelConfig, vocab_size_padded: int, init: Init):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
-        self.embedding = _pad_vocab(matrix(keys, fan_in=D, vocab=V, model=D), padding)
+        self.embedding = _pad_vocab(matrix(init, fan_in=D, vocab=V, model=D), padding)
         self.head = (
             None
             if model.tie_embeddings
-            else _pad_vocab(matrix(keys, fan_in=D, model=D, vocab=V), padding)
+            else _pad_vocab(matrix(init, fan_in=D, model=D, vocab=V), padding)
         )
-        layer_keys = jax.random.split(keys.params(), model.num_layers)
+        layer_keys = jax.random.split(init.param_key(), model.num_layers)
 
         def stacked(layers: Sequence[int]) -> DecoderLayer:
             shape = model.of_kind(model.kinds_of_layers[layers[0]])
-            return nnx.vmap(
-                lambda key: DecoderLayer(shape, InitKeys(key), fp8, lora, routing=routing)
-            )(layer_keys[jnp.array(layers)])
+            settings = init.fp8, init.lora, init.routing
+            make = nnx.vmap(lambda key: DecoderLayer(shape, Init(key, *settings)))
+            return make(layer_keys[jnp.array(layers)])
 
         stacks: dict[str, Any] = {}
         for (segment, *kind), layers in model.layer_stacks.items():
@@ -246,7 +237,7 @@ def init(
     The values depend only on `key`, not on the mesh or on the vocabulary padding, which is 0. Those
     of the model do not depend on `lora`, which adds adapters.
     """
-    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, InitKeys(key), lora=lora)))
+    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, Init(key, lora=lora))))
 
 
 def abstract_params(
@@ -345,10 +336,8 @@ def _abstract_decoder(
     routing: Routing = "",
 ):
     """(graph definition, abstract state) of the decoder; nothing is computed."""
-    keys = InitKeys(jax.random.key(0))
-    return nnx.split(
-        nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, keys, fp8, lora, routing=routing))
-    )
+    init = Init(jax.random.key(0), fp8, lora, routing)
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, init)))
 
 
 def _values(model: ModelConfig, state, fp8: Fp8 | None) -> Iterator[dict]:

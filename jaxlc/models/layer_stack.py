@@ -17,19 +17,18 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config import LoraConfig
 from jaxlc.config.kinds.contract import Absent
 from jaxlc.config.models.model_schema import LayerConfig, Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
-from jaxlc.models.block import InitKeys, RMSNorm, scaled
+from jaxlc.models.block import Init, RMSNorm, Routing, scaled
 from jaxlc.models.contract import (
     CHOICE,
     LayerOutput,
@@ -40,14 +39,9 @@ from jaxlc.models.contract import (
     Routed,
 )
 from jaxlc.models.kinds import FEED_FORWARDS, mixers_alone
-from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
-
-# replay: layers take the recorded experts; record: `LayerOutput.sums` has the chosen ones, int32
-# [B, T, k], or in tiles [n, B, t, k]
-Routing = Literal["", "replay", "record"]
 
 
 class ExpertsIndex(nnx.Variable):
@@ -64,15 +58,7 @@ class DecoderLayer(nnx.Module):
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
 
-    def __init__(
-        self,
-        model: LayerConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-        *,
-        routing: Routing = "",
-    ):
+    def __init__(self, model: LayerConfig, init: Init):
         def norm(block: nnx.Module | None, *placements: str) -> RMSNorm | None:
             if block is None or model.norm_placement not in placements:
                 return None
@@ -82,24 +68,17 @@ class DecoderLayer(nnx.Module):
                 norm=model.model_dim,
             )
 
-        mixers = {
-            layer.mixers[0]: mixer(layer, keys, fp8, lora)  # pyrefly: ignore[missing-argument]
-            for mixer, layer in mixers_alone(model)
-        }
+        mixers = {layer.mixers[0]: mixer(layer, init) for mixer, layer in mixers_alone(model)}
         self.attention = nnx.Dict(mixers) if len(mixers) > 1 else next(iter(mixers.values()), None)
         self.mixer_names = model.mixers
-        feed_forward = None
-        if model.feed_forward != Absent.name:
-            feed_forward = FEED_FORWARDS[model.feed_forward](  # pyrefly: ignore[missing-argument]
-                model, keys, fp8, lora
-            )
-        self.mlp = feed_forward
+        has_mlp = model.feed_forward != Absent.name
+        self.mlp = FEED_FORWARDS[model.feed_forward](model, init) if has_mlp else None
         self.attention_norm = norm(self.attention, "pre", "pre_and_post")
         self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")
         self.mlp_post_norm = norm(self.mlp, "post", "pre_and_post")
         self.residual_multiplier = model.residual_multiplier
-        self.routing = routing if isinstance(self.mlp, Routed) else ""
+        self.routing = init.routing if isinstance(self.mlp, Routed) else ""
         self.experts_index = (
             ExpertsIndex(jnp.zeros(()), dims=()) if self.routing == "replay" else None
         )

@@ -31,12 +31,12 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
 )
 from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
-from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, rms_norm, weight
+from jaxlc.models.block import Init, bias_vector, matrix, rms_norm
 from jaxlc.models.contract import (
     BatchTokens,
     CacheLayout,
@@ -52,7 +52,7 @@ from jaxlc.models.contract import (
     decode_tokens,
 )
 from jaxlc.models.layer_tiles import RecurrentTiles
-from jaxlc.models.matmuls import Fp8, in_use
+from jaxlc.models.matmuls import in_use
 from jaxlc.sharding.mesh import Ranks, shard_map
 from jaxlc.sharding.rules import Sharder
 
@@ -62,13 +62,13 @@ _DECAYS, _STEP_SIZES = (1.0, 16.0), (1e-3, 0.1)
 
 
 def initial_decays(
-    keys: InitKeys, num_heads: int, num_channels: int = 0
+    init: Init, num_heads: int, num_channels: int = 0
 ) -> tuple[nnx.Param, nnx.Param]:
     """log A [H], and the bias of the step size before softplus: [H], or [H, channels]."""
-    decay = jax.random.uniform(keys.params(), (num_heads,), minval=_DECAYS[0], maxval=_DECAYS[1])
+    decay = jax.random.uniform(init.param_key(), (num_heads,), minval=_DECAYS[0], maxval=_DECAYS[1])
     shape = (num_heads, num_channels) if num_channels else (num_heads,)
     low, high = map(math.log, _STEP_SIZES)
-    step_size = jnp.exp(jax.random.uniform(keys.params(), shape, minval=low, maxval=high))
+    step_size = jnp.exp(jax.random.uniform(init.param_key(), shape, minval=low, maxval=high))
     # the inverse of softplus
     bias = nnx.Param(jnp.log(jnp.expm1(step_size)), dims=("decay", "head_dim")[: len(shape)])
     return nnx.Param(jnp.log(decay), dims=("decay",)), bias
@@ -91,30 +91,21 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     wo: nnx.Param
     gate_function = staticmethod(jax.nn.silu)
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
+    def __init__(self, model: ModelConfig, init: Init):
+        super().__init__(model, init)
         weights, widths = mixer_matrices(model), _widths(model)
         taps = widths.conv_taps
-        super().__init__(model, keys, fp8, lora, tuple(MIXERS[model.mixers[0]].projections))
-        for name, shape in weights.items():
-            depth_scale = residual_depth_scale(model) if name == "wo" else 1.0
-            setattr(self, name, weight(keys, shape, depth_scale))
         channels = [weights[name].outputs for name in ("wq", "wk", "wv")]
         self.conv_q, self.conv_k, self.conv_v = (
-            matrix(keys, fan_in=taps, taps=taps, **dims) for dims in channels
+            matrix(init, fan_in=taps, taps=taps, **dims) for dims in channels
         )
         self.bias_q, self.bias_k, self.bias_v = (
             bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if widths.conv_bias else None
             for dims in channels
         )
-        self.add_own(model, keys)
+        self.add_own(model, init)
 
-    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
+    def add_own(self, model: ModelConfig, init: Init) -> None:
         """Declares what a kind has besides its matrices and convolutions."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.models.block import InitKeys, RMSNorm, in_use, matrix, residual_depth_scale
+from jaxlc.models.block import Init, RMSNorm, in_use, matrix, residual_depth_scale
 from jaxlc.models.decoder import lookup
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
@@ -20,13 +20,13 @@ from tests.models.small import run, small_inputs, small_mesh, small_model, small
 def test_init_keys_equal_those_of_flax():
     """The initial values of earlier versions."""
     key = jax.random.key(3)
-    keys, rngs = InitKeys(key), nnx.Rngs(key, lora=jax.random.fold_in(key, 2**31 - 1))
+    init, rngs = Init(key), nnx.Rngs(key, lora=jax.random.fold_in(key, 2**31 - 1))
     for _ in range(3):
-        assert keys.params() == rngs.params() and keys.lora() == rngs.lora()
+        assert init.param_key() == rngs.params() and init.adapter_key() == rngs.lora()
 
 
 def test_matrix_declares_dims_and_initial_values():
-    param = matrix(InitKeys(jax.random.key(0)), fan_in=64, model=64, heads=32, head_dim=16)
+    param = matrix(Init(jax.random.key(0)), fan_in=64, model=64, heads=32, head_dim=16)
     assert param.dims == ("model", "heads", "head_dim")
     assert param[...].shape == (64, 32, 16) and param[...].dtype == jnp.float32
     assert float(param[...].std()) == pytest.approx(1 / 8, rel=0.02)
@@ -37,7 +37,7 @@ def test_matrix_declares_dims_and_initial_values():
 
 def test_depth_scale_scales_output_matrices():
     assert residual_depth_scale(PRESETS["llama3.1-8b"]) == pytest.approx(1 / 8)
-    param = matrix(InitKeys(jax.random.key(0)), fan_in=64, depth_scale=0.1, ffn=64, model=512)
+    param = matrix(Init(jax.random.key(0)), fan_in=64, depth_scale=0.1, ffn=64, model=512)
     assert float(param[...].std()) == pytest.approx(0.1 / 8, rel=0.02)
 
 
@@ -55,7 +55,7 @@ def test_rms_norm_adds_epsilon():
 
 
 def test_in_use_casts_to_dtype():
-    param = matrix(InitKeys(jax.random.key(0)), fan_in=4, model=4, ffn=6)
+    param = matrix(Init(jax.random.key(0)), fan_in=4, model=4, ffn=6)
     used = in_use(param, Sharder(small_mesh()), jnp.bfloat16)
     np.testing.assert_array_equal(used, param[...].astype(jnp.bfloat16))
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
-from jaxlc.models.block import InitKeys
+from jaxlc.models.block import Init
 from jaxlc.models.contract import LayerTokens
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
@@ -139,9 +139,7 @@ def hidden_layer_by_layer(params, recipes):
         lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"]
     )
     for place, fp8 in enumerate(recipes):
-        layer_def, _ = nnx.split(
-            DecoderLayer(MODEL.of_kind("full"), InitKeys(jax.random.key(0)), fp8)
-        )
+        layer_def, _ = nnx.split(DecoderLayer(MODEL.of_kind("full"), Init(jax.random.key(0), fp8)))
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         (x_BTD, _), _ = layer(
             x_BTD,

@@ -26,7 +26,6 @@ from jaxlc.attention.state_passing import (
 )
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import residual_depth_scale, weight
 from jaxlc.models.contract import KindOnMesh, Mixer, OnTiles, PassesStates, Sequences, Tiles
 from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.sharding.mesh import Ranks
@@ -39,10 +38,8 @@ PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)  # [2 x ranks, B, H, ...]
 class DecayedMean(Mixer, OnTiles, PassesStates):
     """wv [D, H, V], decay [H] and wo [H, V, D]."""
 
-    def __init__(self, model, keys, fp8=None, lora=None):
-        super().__init__(model, keys, fp8, lora, ("value", "attention_projected"))
-        self.wv = weight(keys, mixer_matrices(model)["wv"])
-        self.wo = weight(keys, mixer_matrices(model)["wo"], residual_depth_scale(model))
+    def __init__(self, model, init):
+        super().__init__(model, init)
         self.decay = nnx.Param(jnp.ones(self.wv.shape[1], jnp.float32), dims=("decay",))
 
     def operands(self, x_BTD, *, shard):

@@ -19,19 +19,10 @@ from jax.sharding import NamedSharding
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
-from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.kinds import mixer_matrices
+from jaxlc.config import ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import (
-    InitKeys,
-    RMSNorm,
-    add_bias,
-    bias_vector,
-    residual_depth_scale,
-    scaled,
-    weight,
-)
+from jaxlc.models.block import Init, RMSNorm, add_bias, bias_vector, scaled
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (
     BatchTokens,
@@ -47,7 +38,6 @@ from jaxlc.models.contract import (
     Tiles,
 )
 from jaxlc.models.layer_tiles import Mixing, add, at, put_at, tile_indices
-from jaxlc.models.matmuls import Fp8
 from jaxlc.models.rope import apply_rope, query_scale
 from jaxlc.sharding.rules import Sharder
 
@@ -60,18 +50,12 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
 
     sinks: nnx.Param | None = None
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None,
-        lora: LoraConfig | None,
-        projections: tuple[str, ...],
-    ):
-        super().__init__(model, keys, fp8, lora, projections)
+    def __init__(self, model: ModelConfig, init: Init):
+        super().__init__(model, init)
         # Attention divides its logits by sqrt(head_dim).
-        scale_dim = model.attention.query_scale_dim or model.attention.head_dim
-        self.query_multiplier = (model.attention.head_dim / scale_dim) ** 0.5
+        sizes = model.attention
+        scale_dim = sizes.query_scale_dim or sizes.head_dim
+        self.query_multiplier = (sizes.head_dim / scale_dim) ** 0.5
         self.query_scale = functools.partial(query_scale, model) if model.rope.query_beta else None
 
     def operands(
@@ -179,38 +163,22 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
 class Attention(SoftmaxAttention):
     """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
-        D, N, K, H = (
-            model.model_dim,
-            model.attention.num_heads,
-            model.attention.num_kv_heads,
-            model.attention.head_dim,
-        )
-        self.multipliers = (("attention_projected", model.attention.output_multiplier),)
-        weights = mixer_matrices(model)
-        self.wq = weight(keys, weights["wq"])  # with a gate: first q, then the gate
-        self.wk = weight(keys, weights["wk"])
-        self.wv = weight(keys, weights["wv"])
-        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
-        self.bq = (
-            bias_vector(heads=N, bias=model.attention.query_dim)
-            if model.attention.qkv_bias
-            else None
-        )
-        self.bk = bias_vector(kv_heads=K, bias=H) if model.attention.qkv_bias else None
-        self.bv = bias_vector(kv_heads=K, bias=H) if model.attention.qkv_bias else None
-        self.bo = bias_vector(bias=D) if model.attention.out_bias else None
-        self.sinks = (
-            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention.sinks else None
-        )
-        self.has_gate = model.attention.gate
+    wq: nnx.Param  # with a gate: first q, then the gate
+    wk: nnx.Param
+    wv: nnx.Param
+    wo: nnx.Param
+
+    def __init__(self, model: ModelConfig, init: Init):
+        super().__init__(model, init)
+        sizes = model.attention
+        N, K, H = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        self.multipliers = (("attention_projected", sizes.output_multiplier),)
+        self.bq = bias_vector(heads=N, bias=sizes.query_dim) if sizes.qkv_bias else None
+        self.bk = bias_vector(kv_heads=K, bias=H) if sizes.qkv_bias else None
+        self.bv = bias_vector(kv_heads=K, bias=H) if sizes.qkv_bias else None
+        self.bo = bias_vector(bias=model.model_dim) if sizes.out_bias else None
+        self.sinks = nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if sizes.sinks else None
+        self.has_gate = sizes.gate
         self.q_norm = _qk_norm(model, heads=N)
         self.k_norm = _qk_norm(model, kv_heads=K)
 
@@ -301,13 +269,10 @@ def _num_cached_heads(on: KindOnMesh) -> int:
 
 def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     """The norm of queries or keys; `heads` has the name and size of the dimension of heads."""
-    if model.attention.qk_norm == "none":
+    sizes = model.attention
+    if sizes.qk_norm == "none":
         return None
-    dims = (
-        {"norm": model.attention.head_dim}
-        if model.attention.qk_norm == "head"
-        else {**heads, "norm": model.attention.head_dim}
-    )
+    dims = (heads if sizes.qk_norm == "projection" else {}) | {"norm": sizes.head_dim}
     return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, **dims)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -25,9 +25,9 @@ class GatedDeltaNet(RecurrentMixer):
 
     wa: nnx.Param
 
-    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
+    def add_own(self, model: ModelConfig, init: Init) -> None:
         sizes = model.delta_net
-        self.log_decay, self.decay_bias = initial_decays(keys, sizes.value_heads)
+        self.log_decay, self.decay_bias = initial_decays(init, sizes.value_heads)
         epsilon = sizes.norm_epsilon or model.norm_epsilon
         self.out_norm = RMSNorm(epsilon=epsilon, norm=sizes.value_dim)
         self.largest_step = 2.0 if sizes.negative_eigenvalues else 1.0

@@ -6,20 +6,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.kinds.dense import is_gated
+from jaxlc.config import ModelConfig
+from jaxlc.config.kinds.dense import DenseKind, ffn_matrices
 from jaxlc.core import scopes
-from jaxlc.models.block import (
-    Block,
-    InitKeys,
-    add_bias,
-    bias_vector,
-    matrix,
-    residual_depth_scale,
-)
-from jaxlc.models.matmuls import Fp8
+from jaxlc.models.block import Block, Init, add_bias, bias_vector
 from jaxlc.sharding.rules import Sharder
 
 _OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -44,26 +37,18 @@ class MLP(Block):
     w_down. Or one without a gate: relu(x w_up)^2, times w_down.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        has_gate = is_gated(model)
-        projections = (*(["mlp_gate"] if has_gate else []), "mlp_up", "mlp_down")
-        super().__init__(model, keys, fp8, lora, projections)
+    w_gate: nnx.Param | None = None
+    w_up: nnx.Param
+    w_down: nnx.Param
+
+    def __init__(self, model: ModelConfig, init: Init):
+        weights = ffn_matrices(model, model.ffn_dim)
+        super().__init__(model, init, weights, DenseKind.projections)
         factors = model.mlp_gate_multiplier, model.mlp_output_multiplier
         self.multipliers = tuple(zip(("mlp_gate", "mlp_down"), factors))
         D, F = model.model_dim, model.ffn_dim
-        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F) if has_gate else None
-        self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
-        self.w_down = matrix(
-            keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D
-        )
         has_bias = model.mlp_bias
-        self.b_gate = bias_vector(ffn_bias=F) if has_bias and has_gate else None
+        self.b_gate = bias_vector(ffn_bias=F) if has_bias and "w_gate" in weights else None
         self.b_up = bias_vector(ffn_bias=F) if has_bias else None
         self.b_down = bias_vector(bias=D) if has_bias else None
         self.activation = model.activation

@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config import LoraConfig
+from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.kinds.dense import is_gated
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import TENSOR
-from jaxlc.models.block import Block, InitKeys, bias_vector, matrix, residual_depth_scale
+from jaxlc.models.block import Block, Init, bias_vector, matrix, residual_depth_scale
 from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.expert_products import ExpertWeights, LowRank, expert_outputs
 from jaxlc.models.kinds.dense import MLP, gated
 from jaxlc.models.lora import make_adapters
-from jaxlc.models.matmuls import Fp8, in_use
+from jaxlc.models.matmuls import in_use
 from jaxlc.sharding.rules import Sharder, is_vector
 
 _TINY = 1e-20  # added to a sum of sigmoids, as in transformers
@@ -47,15 +47,13 @@ class Routing(NamedTuple):
 class ExpertsLatent(Block):
     """The projections of tokens to the latent of experts, and back."""
 
-    def __init__(
-        self, model: LayerConfig, keys: InitKeys, fp8: Fp8 | None, lora: LoraConfig | None
-    ):
-        super().__init__(model, keys, fp8, lora, ("latent_down", "latent_up"))
-        D, L = model.model_dim, model.experts.latent_dim
-        self.w_down = matrix(keys, fan_in=D, model=D, latent=L)
-        self.w_up = matrix(
-            keys, fan_in=L, depth_scale=residual_depth_scale(model), latent=L, model=D
-        )
+    w_down: nnx.Param
+    w_up: nnx.Param
+
+    def __init__(self, model: LayerConfig, init: Init):
+        width, latent = dict(model=model.model_dim), dict(latent=model.experts.latent_dim)
+        weights = dict(w_down=Matrix(width, latent), w_up=Matrix(latent, width))
+        super().__init__(model, init, weights, dict(latent_down="w_down", latent_up="w_up"))
 
     def down(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """The latents, gathered over tensor, of `x_BTD`, which is too."""
@@ -71,49 +69,41 @@ class ExpertsLatent(Block):
 class Experts(nnx.Module, Routed):
     """The router [D, E] and the weights of E experts; see `config/kinds/experts.py`."""
 
-    def __init__(
-        self,
-        model: LayerConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
+    def __init__(self, model: LayerConfig, init: Init):
+        sizes = model.experts
+        D, E, F = model.model_dim, sizes.num_experts, sizes.ffn_dim
         depth_scale = residual_depth_scale(model)
-        self.router = matrix(keys, fan_in=D, model=D, experts=E)
+        self.router = matrix(init, fan_in=D, model=D, experts=E)
         has_gate = is_gated(model)
         projections = EXPERT_PROJECTIONS if has_gate else ("expert_up", "expert_down")
-        L = model.experts.latent_dim or D
-        self.expert_gate = matrix(keys, fan_in=L, experts=E, model=L, ffn=F) if has_gate else None
-        self.expert_up = matrix(keys, fan_in=L, experts=E, model=L, ffn=F)
+        L = sizes.latent_dim or D
+        self.expert_gate = matrix(init, fan_in=L, experts=E, model=L, ffn=F) if has_gate else None
+        self.expert_up = matrix(init, fan_in=L, experts=E, model=L, ffn=F)
         self.expert_down = matrix(
-            keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=L
+            init, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=L
         )
-        has_bias = model.experts.bias
-        self.choice_bias = bias_vector(bias=E) if model.experts.choice_bias else None
+        has_bias = sizes.bias
+        self.choice_bias = bias_vector(bias=E) if sizes.choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
         self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias and has_gate else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=L) if has_bias else None
-        self.latent = ExpertsLatent(model, keys, fp8, lora) if model.experts.latent_dim else None
-        self.lora = make_adapters(model, lora, projections, keys.lora)
-        self.fp8_names = (
-            () if fp8 is None else tuple(name for name in projections if name in fp8.matmuls)
-        )
+        self.latent = ExpertsLatent(model, init) if sizes.latent_dim else None
+        self.lora = make_adapters(model, init.lora, projections, init.adapter_key)
+        fp8_names = () if init.fp8 is None else init.fp8.matmuls
+        self.fp8_names = tuple(name for name in projections if name in fp8_names)
         shared = dataclasses.replace(
-            model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense", mlp_bias=False
+            model, ffn_dim=sizes.shared_ffn_dim, feed_forward="dense", mlp_bias=False
         )
-        self.shared = MLP(shared, keys, fp8, lora) if model.experts.shared_ffn_dim else None
-        self.shared_gate = (
-            matrix(keys, fan_in=D, model=D, experts=1) if model.experts.shared_gate else None
-        )
-        self.num_chosen = model.experts.experts_per_token
+        self.shared = MLP(shared, init) if sizes.shared_ffn_dim else None
+        self.shared_gate = matrix(init, fan_in=D, model=D, experts=1) if sizes.shared_gate else None
+        self.num_chosen = sizes.experts_per_token
         self.router_kind, self.renormalizes, self.scale = (
-            model.experts.router,
-            model.experts.renormalize,
-            model.experts.scale,
+            sizes.router,
+            sizes.renormalize,
+            sizes.scale,
         )
-        self.groups = model.experts.groups, model.experts.groups_per_token
+        self.groups = sizes.groups, sizes.groups_per_token
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)

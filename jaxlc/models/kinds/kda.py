@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -28,9 +28,9 @@ class KimiDeltaAttention(RecurrentMixer):
     wz_up: nnx.Param
     gate_function = staticmethod(jax.nn.sigmoid)
 
-    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
+    def add_own(self, model: ModelConfig, init: Init) -> None:
         sizes = model.kda
-        log_decay, self.decay_bias = initial_decays(keys, sizes.key_heads, sizes.head_dim)
+        log_decay, self.decay_bias = initial_decays(init, sizes.key_heads, sizes.head_dim)
         # [1, 1, H, 1], as in files
         dims = ("unsharded", "unsharded", "decay", "unsharded")
         self.log_decay = nnx.Param(log_decay[...].reshape(1, 1, -1, 1), dims=dims)

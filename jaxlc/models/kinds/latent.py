@@ -15,22 +15,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
-from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.kinds import mixer_matrices
+from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.latent import sends_latents
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
-from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
-from jaxlc.models.matmuls import Fp8, in_use
+from jaxlc.models.matmuls import in_use
 from jaxlc.models.rope import apply_rope, query_factor
 from jaxlc.sharding.rules import Sharder
 
@@ -38,28 +38,20 @@ from jaxlc.sharding.rules import Sharder
 class LatentAttention(SoftmaxAttention):
     """Projections to latents and from them to heads, norms of the latents, and RoPE."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        latent, weights = model.latent, mixer_matrices(model)
-        queries = ("query_down", "query_up") if latent.query_rank else ("query",)
-        projections = (*queries, "latent", "key_value", "attention_projected")
-        super().__init__(model, keys, fp8, lora, projections)
+    wq: nnx.Param | None = None
+    wq_down: nnx.Param | None = None
+    wq_up: nnx.Param | None = None
+    wkv_down: nnx.Param
+    wkv_up: nnx.Param
+    wo: nnx.Param
+
+    def __init__(self, model: ModelConfig, init: Init):
+        super().__init__(model, init)
+        latent = model.latent
         self.query_multiplier *= query_factor(model)
         norm = functools.partial(RMSNorm, epsilon=latent.norm_epsilon)
-        self.wq, self.wq_down, self.wq_up = (
-            weight(keys, weights[name]) if name in weights else None
-            for name in ("wq", "wq_down", "wq_up")
-        )
         self.q_norm = norm(norm=latent.query_rank) if latent.query_rank else None
-        self.wkv_down = weight(keys, weights["wkv_down"])
         self.kv_norm = norm(norm=latent.rank)
-        self.wkv_up = weight(keys, weights["wkv_up"])
-        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
         self.rank = latent.rank
         self.own_dim, self.value_dim = (
             model.attention.head_dim - model.rotated_dim,

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxlc.attention.recurrence.chunks import Rule
 from jaxlc.attention.state_passing import product
 from jaxlc.config import ModelConfig
-from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -29,7 +29,7 @@ from jaxlc.sharding.rules import Sharder
 class Mamba2(RecurrentMixer):
     """See the top of the file. Step sizes and states are float32."""
 
-    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
+    def add_own(self, model: ModelConfig, init: Init) -> None:
         sizes = model.mamba2
         self.multipliers = (
             ("delta_gate", sizes.gate_multiplier),
@@ -39,7 +39,7 @@ class Mamba2(RecurrentMixer):
             ("delta_step", sizes.step_multiplier),
             ("attention_projected", sizes.output_multiplier),
         )
-        self.log_decay, self.decay_bias = initial_decays(keys, sizes.heads)
+        self.log_decay, self.decay_bias = initial_decays(init, sizes.heads)
         self.skip = nnx.Param(jnp.ones(sizes.heads), dims=("decay",))
         norm = functools.partial(RMSNorm, heads=sizes.heads, norm=sizes.head_dim)
         self.out_norm = None if sizes.norm == "none" else norm(epsilon=model.norm_epsilon)
