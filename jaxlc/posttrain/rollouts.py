@@ -87,6 +87,9 @@ class Rollouts(DataSource):
             )
         ]
 
+    def stop_waiting(self) -> None:
+        self.train.close()
+
 
 class RolloutSequences:
     """The sequences of a run on rollouts, as `loader.Sequences`; it is thread-safe.

@@ -74,37 +74,31 @@ def is_vector(dims: Axes) -> bool:
     return not {"norm", "bias", "ffn_bias", "sinks", "decay"}.isdisjoint(dims)
 
 
-def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
+def storage_axes(name: str) -> Axes:
     """The mesh axes of the parameter dimension `name` in storage."""
-    return vars(rules)[name]
+    return vars(RULES)[name]
 
 
-def storage_spec(
-    dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES
-) -> PartitionSpec:
+def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads",
     "head_dim").
 
     `mesh` may be `Nodes.mesh`.
     """
-    return _fit([storage_order(storage_axes(name, rules), mesh) for name in dims], shape, mesh)
+    return _fit([storage_order(storage_axes(name), mesh) for name in dims], shape, mesh)
 
 
-def copy_spec(
-    dims: Axes, shape: tuple[int, ...], nodes: Nodes, rules: ShardingRules = RULES
-) -> PartitionSpec:
+def copy_spec(dims: Axes, shape: tuple[int, ...], nodes: Nodes) -> PartitionSpec:
     """The sharding of a parameter in the copy of one node: as stored, without the axes over nodes."""
-    stored = storage_spec(dims, shape, nodes.mesh, rules)
+    stored = storage_spec(dims, shape, nodes.mesh)
     return PartitionSpec(
         *(tuple(a for a in axes_of(entry) if a not in nodes.outer) or None for entry in stored)
     )
 
 
-def is_copied(dims: Axes, rules: ShardingRules = RULES) -> bool:
+def is_copied(dims: Axes) -> bool:
     """Whether the copy of a node has this parameter: a matrix that fsdp and context shard."""
-    return not is_vector(dims) and any(
-        set(storage_axes(name, rules)) & set(WEIGHT_AXES) for name in dims
-    )
+    return not is_vector(dims) and any(set(storage_axes(name)) & set(WEIGHT_AXES) for name in dims)
 
 
 def axes_of(entry) -> Axes:
@@ -112,15 +106,12 @@ def axes_of(entry) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def compute_spec(
-    dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES
-) -> PartitionSpec:
+def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The sharding of a parameter in use by a layer: gathered over fsdp and context, sharded over
     tensor.
     """
     compute_axes = [
-        tuple(axis for axis in storage_axes(name, rules) if axis not in WEIGHT_AXES)
-        for name in dims
+        tuple(axis for axis in storage_axes(name) if axis not in WEIGHT_AXES) for name in dims
     ]
     return _fit(compute_axes, shape, mesh)
 
@@ -152,7 +143,6 @@ class Sharder:
     """Applies the rules to a model's values. Models use the mesh only through this object."""
 
     mesh: Mesh
-    rules: ShardingRules = RULES
     # parameters are stored on the mesh of these nodes; weights may be their copies
     nodes: Nodes | None = None
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
@@ -237,8 +227,8 @@ class Sharder:
         """
         if not self._is_copy(w, dims):
             return function(x, w)
-        nodes, features = self.nodes, tuple(compute_spec(dims, w.shape[1:], self.mesh, self.rules))
-        tokens = tuple(_fit(self.rules.gathered[:2], x.shape[:2], self.mesh))
+        nodes, features = self.nodes, tuple(compute_spec(dims, w.shape[1:], self.mesh))
+        tokens = tuple(_fit(RULES.gathered[:2], x.shape[:2], self.mesh))
         x_spec = PartitionSpec(*tokens, *features[: x.ndim - 2])
         out_spec = PartitionSpec(*tokens, *features[x.ndim - 2 :])
         w_spec = PartitionSpec(nodes.outer, *features)
@@ -267,7 +257,7 @@ class Sharder:
         """
         if not self._is_copy(w, dims):
             return w
-        spec = compute_spec(dims, w.shape[1:], self.mesh, self.rules)
+        spec = compute_spec(dims, w.shape[1:], self.mesh)
         in_specs = PartitionSpec(self.nodes.outer, *spec)
         split = shard_map(operator.itemgetter(0), self.nodes.mesh, in_specs, spec)
         return self._constrain(split(w), spec)
@@ -278,36 +268,32 @@ class Sharder:
     def _stored(self, w: jax.Array, dims: Axes) -> jax.Array:
         """A parameter, or one of the copy of a node, in its sharding for storage."""
         if self.nodes is None:
-            return self._constrain(w, storage_spec(dims, w.shape, self.mesh, self.rules))
+            return self._constrain(w, storage_spec(dims, w.shape, self.mesh))
         if self._is_copy(w, dims):
-            spec = PartitionSpec(
-                self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes, self.rules)
-            )
+            spec = PartitionSpec(self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes))
         else:
-            spec = storage_spec(dims, w.shape, self.nodes.mesh, self.rules)
+            spec = storage_spec(dims, w.shape, self.nodes.mesh)
         return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
 
     def _in_use(self, w: jax.Array, dims: Axes) -> jax.Array:
         """A parameter, or one of the copy of a node, in its sharding for compute."""
         if not self._is_copy(w, dims):
-            return self._constrain(w, compute_spec(dims, w.shape, self.mesh, self.rules))
-        spec = PartitionSpec(
-            self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh, self.rules)
-        )
+            return self._constrain(w, compute_spec(dims, w.shape, self.mesh))
+        spec = PartitionSpec(self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh))
         return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
-        return self._activation(x_BTD, self.rules.residual)
+        return self._activation(x_BTD, RULES.residual)
 
     def gathered(self, x_BTD: jax.Array) -> jax.Array:
         # The barrier keeps a preceding cast before the gather, as in `weight`.
-        return self._activation(jax.lax.optimization_barrier(x_BTD), self.rules.gathered)
+        return self._activation(jax.lax.optimization_barrier(x_BTD), RULES.gathered)
 
     def heads(self, x_BTNH: jax.Array) -> jax.Array:
-        return self._activation(x_BTNH, self.rules.heads_out)
+        return self._activation(x_BTNH, RULES.heads_out)
 
     def ffn(self, x_BTF: jax.Array) -> jax.Array:
-        return self._activation(x_BTF, self.rules.ffn_out)
+        return self._activation(x_BTF, RULES.ffn_out)
 
     def by_rank(self, function: Callable, tokens: Any, weights: Any, dims: Any) -> jax.Array:
         """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded as the residual
@@ -322,8 +308,8 @@ class Sharder:
             of a node are sums over the tokens of the node.
         """
         first = jax.tree.leaves(tokens)[0]
-        rows, sequence = _fit(self.rules.gathered[:2], first.shape[:2], self.mesh)
-        _, residual = _fit(self.rules.residual[:2], first.shape[:2], self.mesh)
+        rows, sequence = _fit(RULES.gathered[:2], first.shape[:2], self.mesh)
+        _, residual = _fit(RULES.residual[:2], first.shape[:2], self.mesh)
         leaves, tree = jax.tree.flatten(weights)
         dims = tree.flatten_up_to(dims)
         is_copy = tree.unflatten([self._is_copy(w, d) for w, d in zip(leaves, dims)])
@@ -334,7 +320,7 @@ class Sharder:
         def weight_spec(w: jax.Array, dims: Axes) -> PartitionSpec:
             shape = w.shape[-len(dims) :]
             outer = (self.nodes.outer,) if self._is_copy(w, dims) else ()
-            return PartitionSpec(*outer, *compute_spec(dims, shape, self.mesh, self.rules))
+            return PartitionSpec(*outer, *compute_spec(dims, shape, self.mesh))
 
         def local(tokens, weights):
             out = function(

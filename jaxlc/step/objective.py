@@ -492,9 +492,7 @@ class Objective:
 
     @property
     def _compute_dtype(self):
-        return precision.compute_dtype(
-            self.config.precision.compute, self.mesh.devices.flat[0].platform
-        )
+        return precision.compute_dtype(self.config.precision, self.mesh)
 
     @property
     def _memory(self) -> MemoryConfig:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxlc.config import ModelConfig, PrecisionConfig
 from jaxlc.core.errors import UserError
@@ -45,10 +46,12 @@ class Scaling(NamedTuple):
     histories: dict | None = None  # with fp8 and delayed scaling: see `models.matmuls.History`
 
 
-def compute_dtype(precision: str, platform: str) -> jnp.dtype:
-    """The dtype of the residual stream and of all matrix products that are not in FP8. `precision`
-    is config.precision.compute; "auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
-    name = {"auto": "fp32" if platform == "cpu" else "bf16"}.get(precision, precision)
+def compute_dtype(config: PrecisionConfig, mesh: Mesh) -> jnp.dtype:
+    """The dtype of the residual stream and of all matrix products that are not in FP8.
+    config.compute="auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
+    name = config.compute
+    if name == "auto":
+        name = "fp32" if mesh.devices.flat[0].platform == "cpu" else "bf16"
     return jnp.dtype(DTYPES[name])
 
 

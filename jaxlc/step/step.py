@@ -83,87 +83,13 @@ class StepMetrics(NamedTuple):
     experts: ExpertMetrics | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFunction:
-    """(state, batch) -> (state, metrics), to call under `jit`."""
-
-    config: Config
-    objective: Objective | CustomObjective
-    optimizer: StepOptimizer
-    memory_spaces: TrainState  # the `jax.memory.Space` of each array of the state
-
-    @property
-    def _trainable_dims(self):
-        return lora.split(self.objective.dims, self.objective.frozen)[0]
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        is_decoder = isinstance(self.objective, Objective)
-        has_documents = self.config.attention.document_mask and is_decoder
-        num_invalid = num_invalid_indices(batch, self.config.model) if is_decoder else 0
-        pairs = attention_pairs(batch, self.config.model) if has_documents else None
-        # No copy, only types: with absent devices the types of the arguments do not include the
-        # memory space.
-        state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
-        # The division by the sum of weights of all ranks and microbatches: a single one may have no
-        # target tokens.
-        target_tokens = batch.loss_weights.sum()
-        posttrain = self.config.posttrain
-        total = denominator(batch, posttrain) if posttrain.loss else target_tokens
-        to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
-        loss_scale = state.scaling.loss_scale
-        # multiplies the mean loss, before anything is rounded to float16
-        if loss_scale is not None:
-            batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
-            to_mean = 1.0 / loss_scale.scale
-        sums, gradients, histories, experts = self.objective.loss_and_grads(
-            state.params, batch, state.scaling.histories
-        )
-        policy = means(sums, batch, posttrain) if posttrain.loss else None
-        loss = jnp.where(
-            num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan
-        )
-        grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
-        # A step that is not finite does not change the parameters, so the loop can skip it, or stop
-        # with a valid state.
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        trainable, frozen = lora.split(state.params, self.objective.frozen)
-        trainable, opt_state = update.update(
-            self.optimizer.of,
-            self._trainable_dims,
-            update.ParamsAndOptState(trainable, state.opt_state),
-            gradients,
-            scale=to_mean,
-            grad_norm=grad_norm,
-            is_finite=is_finite,
-        )
-        if experts is not None and self.config.train.balance_bias_rate:
-            model, train = self.config.model, self.config.train
-            trainable = with_balanced_biases(trainable, experts.counts_LE, is_finite, model, train)
-        metrics = StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=self.optimizer.learning_rate(state.opt_state),
-            target_tokens=target_tokens,
-            is_finite=is_finite,
-            loss_scale=loss_scale and loss_scale.scale,
-            skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
-            attention_pairs=pairs,
-            policy=policy,
-            experts=experts and expert_metrics(experts, len(batch.tokens)),
-        )
-        scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
-        rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
-        params = lora.join(trainable, frozen) if self.objective.frozen else trainable
-        return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
-
-
 def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelection]:
     """The attention kernel of each kind of layers that chooses one, and why it was selected.
 
     Raises:
       UserError: the kernel that the config names does not support a kind.
     """
-    dtype = precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
+    dtype = precision.compute_dtype(config.precision, mesh)
     kernels = {}
     for kind, on in kinds_on_mesh(config, mesh, dtype).items():
         for mixer, own in mixers_on_mesh(on):
@@ -259,9 +185,7 @@ class TrainStep:
     @property
     def compute_dtype(self) -> jax.numpy.dtype:
         """The dtype of the residual stream and of all matrix products that are not in FP8."""
-        return precision.compute_dtype(
-            self.config.precision.compute, self.mesh.devices.flat[0].platform
-        )
+        return precision.compute_dtype(self.config.precision, self.mesh)
 
     @property
     def dims(self):
@@ -314,18 +238,74 @@ class TrainStep:
         """(state, batch) -> (state, StepMetrics); the buffers of the old state are donated."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        function = StepFunction(
-            config=self.config,
-            objective=self.objective,
-            optimizer=self._step_optimizer,
-            memory_spaces=self.memory_spaces,
-        )
 
         # a name in profiles
         def _step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-            return function(state, batch)
+            return self._run(state, batch)
 
         return jax.jit(_step, donate_argnums=0, out_shardings=(shardings, replicated))
+
+    def _run(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """One optimizer step, under `jit`."""
+        trainable_dims, _ = lora.split(self.dims, self.frozen)
+        is_decoder = self.model is None
+        has_documents = self.config.attention.document_mask and is_decoder
+        num_invalid = num_invalid_indices(batch, self.config.model) if is_decoder else 0
+        pairs = attention_pairs(batch, self.config.model) if has_documents else None
+        # No copy, only types: with absent devices the types of the arguments do not include the
+        # memory space.
+        state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
+        # The division by the sum of weights of all ranks and microbatches: a single one may have no
+        # target tokens.
+        target_tokens = batch.loss_weights.sum()
+        posttrain = self.config.posttrain
+        total = denominator(batch, posttrain) if posttrain.loss else target_tokens
+        to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
+        loss_scale = state.scaling.loss_scale
+        # multiplies the mean loss, before anything is rounded to float16
+        if loss_scale is not None:
+            batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
+            to_mean = 1.0 / loss_scale.scale
+        sums, gradients, histories, experts = self.objective.loss_and_grads(
+            state.params, batch, state.scaling.histories
+        )
+        policy = means(sums, batch, posttrain) if posttrain.loss else None
+        loss = jnp.where(
+            num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan
+        )
+        grad_norm = update.gradient_norm(gradients, trainable_dims, to_mean)
+        # A step that is not finite does not change the parameters, so the loop can skip it, or stop
+        # with a valid state.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        trainable, frozen = lora.split(state.params, self.frozen)
+        trainable, opt_state = update.update(
+            self._step_optimizer.of,
+            trainable_dims,
+            update.ParamsAndOptState(trainable, state.opt_state),
+            gradients,
+            scale=to_mean,
+            grad_norm=grad_norm,
+            is_finite=is_finite,
+        )
+        if experts is not None and self.config.train.balance_bias_rate:
+            model, train = self.config.model, self.config.train
+            trainable = with_balanced_biases(trainable, experts.counts_LE, is_finite, model, train)
+        metrics = StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self._step_optimizer.learning_rate(state.opt_state),
+            target_tokens=target_tokens,
+            is_finite=is_finite,
+            loss_scale=loss_scale and loss_scale.scale,
+            skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
+            attention_pairs=pairs,
+            policy=policy,
+            experts=experts and expert_metrics(experts, len(batch.tokens)),
+        )
+        scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
+        rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
+        params = lora.join(trainable, frozen) if self.frozen else trainable
+        return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
 
     def lower(self) -> jax.stages.Lowered:
         return self.jitted.lower(self.abstract_state, self.abstract_batch)
@@ -358,7 +338,7 @@ class TrainStep:
         """
 
         def token_losses(params, batch: Batch) -> jax.Array:
-            # only types: see `StepFunction`
+            # only types: see `_run`
             params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)
             return self.objective.token_losses(params, batch)
 
@@ -416,7 +396,7 @@ class TrainStep:
         """
 
         def log_probs(params, batch: Batch) -> jax.Array:
-            # only types: see `StepFunction`
+            # only types: see `_run`
             params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)
             return jax.lax.map(lambda part: self.objective.log_probs(params, part), batch)
 

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jaxlc.config import Config
 from jaxlc.core import interrupts
@@ -28,9 +29,6 @@ from jaxlc.core.text import suggestion
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import TrainState
 from jaxlc.train.evaluation import Evaluation
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 
 class TrainingStopped(RuntimeError):
@@ -231,8 +229,8 @@ class Callback:
 class RunInfo:
     """The argument of `Callback.on_start`."""
 
-    config: "Config"  # of the run, or of the stage that starts
-    mesh: "Mesh"
+    config: Config  # of the run, or of the stage that starts
+    mesh: Mesh
     workdir: Path  # directory of metrics, plots and checkpoints
     first_step: int  # number of optimizer steps done before this run; 0 unless it resumes
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -35,62 +34,44 @@ _POLL_SECONDS = 0.5
 ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files of rollouts, by step
 
 
-@dataclass(frozen=True)
-class RunData:
-    """The batches of a stage, from its data source."""
+def training_batches(
+    source: DataSource,
+    step: TrainStep,
+    next_sequence: int,
+    num_steps: int,
+    stop: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[dict[str, jax.Array], bool]]:
+    """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
 
-    source: DataSource
-
-    def batches(
-        self,
-        step: TrainStep,
-        next_sequence: int,
-        num_steps: int,
-        stop: Callable[[], object] = lambda: None,
-    ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
-        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
-
-        Args:
-          stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
-        """
-        train, sequences = step.config.train, self.source.train
-        if isinstance(self.source, (Corpus, Stream)) and step.config.attention.document_mask:
-            sequences = BalancedSequences(self.source.train, step.config, next_sequence)
-        stream = batches(
-            sequences,
-            first_sequence=next_sequence,
-            global_batch_size=train.global_batch_size,
-            gradient_accumulation_steps=train.gradient_accumulation_steps,
-            seq_len=step.config.data.seq_len,
-            arranged=step.sequence_order.arranged,
-            sharding=NamedSharding(step.mesh, BATCH_SPEC),
-            prefetch_steps=step.config.data.prefetch_steps,
-        )
-        with contextlib.closing(stream), contextlib.ExitStack() as stack:
-            # before the stream is closed, whose threads may wait for a file
-            stack.callback(self.stop_waiting)
-            stack.callback(self.source.close)
-            if self.is_endless:  # unless `stop_waiting` was called
-                items: Iterator = _until_end(stream)
-                if isinstance(self.source, Rollouts) and jax.process_count() > 1:
-                    items = together(
-                        items, self.source.train, next_sequence // train.global_batch_size + 1, stop
-                    )
-                yield from (
-                    (arrays, count == num_steps) for count, arrays in enumerate(items, start=1)
-                )
-            else:
-                yield from _marking_last(itertools.islice(_until_end(stream), num_steps))
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether there are always more training sequences, unlike in batches of the caller."""
-        return not isinstance(self.source, OwnBatches)
-
-    def stop_waiting(self) -> None:
-        """Ends `batches` if it waits for rollouts."""
-        if isinstance(self.source, Rollouts):
-            self.source.train.close()
+    Args:
+      stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
+    """
+    train, sequences = step.config.train, source.train
+    if isinstance(source, (Corpus, Stream)) and step.config.attention.document_mask:
+        sequences = BalancedSequences(source.train, step.config, next_sequence)
+    stream = batches(
+        sequences,
+        first_sequence=next_sequence,
+        global_batch_size=train.global_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        seq_len=step.config.data.seq_len,
+        arranged=step.sequence_order.arranged,
+        sharding=NamedSharding(step.mesh, BATCH_SPEC),
+        prefetch_steps=step.config.data.prefetch_steps,
+    )
+    with contextlib.closing(stream), contextlib.ExitStack() as stack:
+        # before the stream is closed, whose threads may wait for a file
+        stack.callback(source.stop_waiting)
+        stack.callback(source.close)
+        items: Iterator = _until_end(stream)
+        if isinstance(source, OwnBatches):
+            yield from _marking_last(itertools.islice(items, num_steps))
+            return
+        # endless, unless `stop_waiting` was called
+        if isinstance(source, Rollouts) and jax.process_count() > 1:
+            first_step = next_sequence // train.global_batch_size + 1
+            items = together(items, source.train, first_step, stop)
+        yield from ((arrays, count == num_steps) for count, arrays in enumerate(items, start=1))
 
 
 def _until_end(stream: Iterator) -> Iterator:

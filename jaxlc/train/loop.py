@@ -48,7 +48,7 @@ from jaxlc.train.callbacks import (
     Stop,
     run_due,
 )
-from jaxlc.train.data import Reference, RunData, reference_lines
+from jaxlc.train.data import Reference, reference_lines, training_batches
 from jaxlc.train.reports.manifest import (
     keep_config,
     keep_plan,
@@ -207,7 +207,7 @@ def run(
                 stage = data_sources.with_epochs(stage, source)
                 step = build(stage.config, step.mesh)
                 lines[index] = [*step_lines(step), *reference_lines(step)]
-            prepared.append(PreparedStage(**vars(stage), step=step, data=RunData(source)))
+            prepared.append(PreparedStage(**vars(stage), step=step, source=source))
         check_stages(prepared, path)
         progress.log("\n".join(start_lines(prepared, lines)))
         outputs = _open_outputs(prepared, path, progress, callbacks)
@@ -369,10 +369,10 @@ def _train(
     has_deadline = stage.config.rollouts.source not in ("files", "server")
     with (
         contextlib.closing(reports.pending),
-        guard.calling(stage.data.stop_waiting),
+        guard.calling(stage.source.stop_waiting),
         watchdog.steps(start.step),
         contextlib.closing(
-            stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)
+            training_batches(stage.source, stage.step, start.next_sequence, num_steps, guard.stop)
         ) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):

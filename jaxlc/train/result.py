@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import jax
@@ -91,10 +92,7 @@ class Result(TrainedModel):
 
     def loss_figure(self) -> "Figure":
         """Training and held-out loss over steps. Raises UserError if matplotlib is not installed."""
-        errors.require("matplotlib", "a figure of the loss")
-        from jaxlc.train.reports.plots import loss_figure
-
-        return loss_figure(self.rows)
+        return _plots().loss_figure(self.rows)
 
     def loss_by_position_figure(self) -> "Figure":
         """Held-out loss by position in the document. Evaluates if `evaluation` is None.
@@ -102,10 +100,7 @@ class Result(TrainedModel):
         Raises:
           UserError: matplotlib is not installed.
         """
-        errors.require("matplotlib", "a figure of the loss")
-        from jaxlc.train.reports.plots import loss_by_position_figure
-
-        return loss_by_position_figure(self.evaluation or self.evaluate())
+        return _plots().loss_by_position_figure(self.evaluation or self.evaluate())
 
     def reward_figure(self) -> "Figure":
         """Mean reward of the rollouts, tokens of their answers, ratio and age of the policy over
@@ -114,12 +109,9 @@ class Result(TrainedModel):
         Raises:
           UserError: matplotlib is not installed, or the run has no rollouts.
         """
-        errors.require("matplotlib", "a figure of the rewards")
-        from jaxlc.train.reports.plots import reward_figure
-
         if not any("rollouts/reward" in row for row in self.rows):
             raise UserError("the run has no rollouts: config.rollouts.source is not set")
-        return reward_figure(self.rows)
+        return _plots().reward_figure(self.rows)
 
     def __repr__(self) -> str:
         loss = "" if self.evaluation is None else f", held-out loss {self.evaluation.loss:.3f}"
@@ -144,6 +136,14 @@ class Result(TrainedModel):
             )
         )
         return text.table((), rows, align="ll")
+
+
+def _plots() -> ModuleType:
+    """The module of figures, which takes long to import. Raises UserError without matplotlib."""
+    errors.require("matplotlib", "a figure of a run")
+    from jaxlc.train.reports import plots
+
+    return plots
 
 
 @checked

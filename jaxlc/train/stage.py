@@ -95,12 +95,12 @@ class StageRun(Outputs):
         """Writes means over the rollouts of the last step to metrics.jsonl, and some of another
         program as texts.
         """
-        means = self.stage.data.source.train.at_step(position.step).rewards
+        means = self.stage.source.train.at_step(position.step).rewards
         self.metrics.write(
             step=position.step, **{f"rollouts/{name}": value for name, value in means.items()}
         )
         if self.stage.rollout_maker is None and jax.process_index() == 0:
-            records = self.stage.data.source.train.decoded(position.step)
+            records = self.stage.source.train.decoded(position.step)
             write_rollouts(records, self.workdir / DECODED / f"{position.step}.jsonl")
         return position
 
@@ -127,7 +127,7 @@ class StageRun(Outputs):
         """
         maker, sequences, step = (
             self.stage.rollout_maker,
-            self.stage.data.source.train,
+            self.stage.source.train,
             position.step + 1,
         )
         if maker is not None and step <= self.stage.end_step:
@@ -195,7 +195,7 @@ class StageRun(Outputs):
             return position
         for prompt, text in texts.items():
             self.progress.log(f"sample of step {step}: {prompt}⟦{text}⟧")
-        self.metrics.write_texts(step, SAMPLES, texts)
+        self.metrics.write_elsewhere(step, {SAMPLES: texts})
         return position
 
     def reward(self, position: Position) -> Position:
@@ -204,7 +204,7 @@ class StageRun(Outputs):
         step, stage, prompts = position.step, self.stage, self.stage.config.rollouts.eval_prompts
         if HELDOUT_REWARD in self.checkpoints.evaluation(step) or not prompts:
             return position
-        path = stage.data.source.train.path(step)
+        path = stage.source.train.path(step)
         path = path.with_suffix(f".heldout{path.suffix}")
         with watchdog.phase("generation"), self.progress.progress_bar("evaluating rewards"):
             means = stage.rollout_maker.heldout(position.state.params, step, path)
@@ -270,14 +270,14 @@ class StageRun(Outputs):
         return dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
-            corpus=stage.data.source.fingerprint,
+            corpus=stage.source.fingerprint,
             config=to_dict(stage.config),
             stage=dict(name=stage.name, first_step=stage.first_step),
             rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
             **{EVALUATED: stage.evaluations_due(position.step)},
             **base_meta(stage.step, position.state.params),
             **self._rollouts_meta(position.step, every),
-            **stage.data.source.position(position.next_sequence),
+            **stage.source.position(position.next_sequence),
         )
 
     def _rollouts_meta(self, step: int, every: int) -> dict[str, dict[str, str]]:
@@ -287,13 +287,13 @@ class StageRun(Outputs):
         if not self.stage.config.rollouts.source:
             return {}
         before = (step - 1) // every * every if every else 0
-        return {ROLLOUTS: self.stage.data.source.train.digests(range(before + 1, step + 1))}
+        return {ROLLOUTS: self.stage.source.train.digests(range(before + 1, step + 1))}
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the
         checkpoints.
         """
-        evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
+        evaluation, evaluator = end.evaluation, self.stage.evaluator
         if stop is Stop.DONE:
             if evaluator is not None:
                 if evaluation is None:
@@ -313,7 +313,7 @@ class StageRun(Outputs):
             step=end.step,
             exit_status=stop.value,
             params=end.state.params,
-            tokenizer=data.source.tokenizer,
+            tokenizer=self.stage.source.tokenizer,
             workdir=self.workdir,
             rows=read_rows(self.workdir / METRICS_FILE),
             train_step=self.stage.step,

@@ -41,6 +41,7 @@ from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
@@ -52,7 +53,7 @@ from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
 from jaxlc.train.callbacks import Callbacks, Position, TrainingStopped, is_period
-from jaxlc.train.data import ROLLOUTS, RunData
+from jaxlc.train.data import ROLLOUTS
 from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
 from jaxlc.train.reports.progress import Progress
@@ -66,12 +67,12 @@ class PreparedStage(Stage):
     """A stage with its training step and its data. Nothing is allocated or compiled yet."""
 
     step: TrainStep
-    data: RunData
+    source: DataSource
 
     @cached_property
     def evaluator(self) -> Evaluator | None:
         """None: there are no held-out sequences, or train.eval_sequences is 0."""
-        heldout = self.data.source.heldout
+        heldout = self.source.heldout
         if heldout is None or not self.config.train.eval_sequences:
             return None
         return Evaluator(self.step, heldout, self.config.train.eval_sequences)
@@ -79,22 +80,21 @@ class PreparedStage(Stage):
     @cached_property
     def scorer(self) -> TrainingScorer | None:
         """None: there are no config.evals.tasks."""
-        return make_scorer(self.step, self.data.source.tokenizer)
+        return make_scorer(self.step, self.source.tokenizer)
 
     @cached_property
     def rollout_maker(self) -> PolicyRollouts | ServerRollouts | None:
         """None: another program makes the rollouts, or there are none."""
-        source = self.data.source
-        if isinstance(source, Rollouts) and self.config.rollouts.source == "server":
-            return ServerRollouts(self.step, source)
-        return make_policy_rollouts(self.step, source)
+        if isinstance(self.source, Rollouts) and self.config.rollouts.source == "server":
+            return ServerRollouts(self.step, self.source)
+        return make_policy_rollouts(self.step, self.source)
 
     @cached_property
     def sampler(self) -> Sampler | None:
         """None: there are no train.sample_prompts."""
         if not self.config.train.sample_every_steps:
             return None
-        return Sampler(self.step, self.data.source.tokenizer)
+        return Sampler(self.step, self.source.tokenizer)
 
     def evaluations_due(self, step: int) -> list[str]:
         """The names of the evaluations that follow the checkpoint of `step`."""
@@ -252,12 +252,12 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
         return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
     for line in resume_lines(
-        stage.config, workdir, stage.data.source.fingerprint, step, meta, stage.name
+        stage.config, workdir, stage.source.fingerprint, step, meta, stage.name
     ):
         progress.log(line)
     if stage.config.rollouts.source:
-        stage.data.source.train.check_digests(meta.get(ROLLOUTS, {}))
-    stage.data.source.resume(meta, meta["next_row"])
+        stage.source.train.check_digests(meta.get(ROLLOUTS, {}))
+    stage.source.resume(meta, meta["next_row"])
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = (
         step * stage.config.train.global_batch_size
@@ -330,7 +330,7 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
             lines.append(
                 f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}"
             )
-        lines += [*lines_of_step, *data_lines(stage.config, stage.data.source, stage.num_steps)]
+        lines += [*lines_of_step, *data_lines(stage.config, stage.source, stage.num_steps)]
         if stage.rollout_maker is not None:
             lines += stage.rollout_maker.lines
         if stage.sampler is not None:
@@ -423,7 +423,7 @@ def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
     stage = stage_after(stages, step)
     is_resumed = meta is not None and step > stage.first_step
     if step < stage.end_step:
-        stage.data.source.resume(meta if is_resumed else {}, meta["next_row"] if is_resumed else 0)
+        stage.source.resume(meta if is_resumed else {}, meta["next_row"] if is_resumed else 0)
     read_rows(workdir / METRICS_FILE)
     for stage in stages:
         if (evaluator := stage.evaluator) is not None and not evaluator.has_targets():

@@ -9,7 +9,7 @@ from jaxlc.config.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.data.sequences.mixture import balanced_order, replica_cost
 from jaxlc.plan.packing_estimates import mix_of_lengths
-from jaxlc.train.data import RunData
+from jaxlc.train.data import training_batches
 from tests.data.corpora import make_config
 from tests.step.synthetic import TOKENS as S
 from tests.step.synthetic import small_config, small_step
@@ -70,8 +70,7 @@ def test_order_without_gain_is_natural():
 
 def run_batches(corpus, config, first: int, num_steps: int) -> list[np.ndarray]:
     """Segment ids and tokens of the steps of a run, int32 [2, A, B, S]."""
-    data = RunData(corpus)
-    stream = data.batches(small_step(config), first, num_steps)
+    stream = training_batches(corpus, small_step(config), first, num_steps)
     steps = [next(stream)[0] for _ in range(num_steps)]
     stream.close()
     return [np.stack([step["segment_ids"], step["tokens"]]) for step in steps]

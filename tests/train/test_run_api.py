@@ -156,7 +156,7 @@ def test_result_returns_figures(result):
 @pytest.mark.parametrize("name", ["loss_figure", "loss_by_position_figure"])
 def test_result_figure_without_matplotlib_raises(result, monkeypatch, name):
     monkeypatch.setattr("jaxlc.core.errors.is_installed", lambda package: False)
-    with pytest.raises(UserError, match="a figure of the loss needs the package matplotlib"):
+    with pytest.raises(UserError, match="needs the package matplotlib"):
         getattr(result, name)()
 
 

@@ -204,7 +204,7 @@ def test_wandb_gets_a_table_of_texts(tmp_path, monkeypatch):
     server.Table = lambda columns, data: (columns, data)
     monkeypatch.setitem(sys.modules, "wandb", server)
     writer = WandbWriter("project", "a1", tmp_path, {}, pytest.fail)
-    writer.write_texts(4, "samples", {"def ": "f(x)"})
+    writer.write(4, {"samples": {"def ": "f(x)"}})
     writer.close()
     assert server.rows == [(4, dict(samples=(["prompt", "text"], [["def ", "f(x)"]])))]
 

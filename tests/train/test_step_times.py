@@ -113,7 +113,7 @@ def rows_of(
             end_step=NUM_STEPS,
             config=load(config),
             step=SimpleNamespace(model=None, mesh=None, reference=None),
-            data=SimpleNamespace(batches=machine.batches, stop_waiting=lambda: None),
+            source=SimpleNamespace(stop_waiting=lambda: None),
         ),
         workdir=tmp_path,
         callbacks=Callbacks(callbacks),
@@ -148,6 +148,7 @@ def test_step_seconds_equal_the_time_of_the_device(
     for name in ("device_get", "block_until_ready"):
         monkeypatch.setattr(pending_metrics.jax, name, getattr(machine, name))
     monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: machine)
+    monkeypatch.setattr(loop, "training_batches", machine.batches)
     measured = []
 
     @contextlib.contextmanager

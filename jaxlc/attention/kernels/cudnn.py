@@ -302,10 +302,10 @@ def _call(
     It returns CallResults. `vmap` supports calls without a table.
     """
     if ranges is not None:
-        settings = _packed_settings(q_BTNH, spec)
+        packed = functools.partial(packed, spec=spec)
         if not isinstance(ranges, KeyRanges):
-            return functools.partial(packed, **settings), (jax.tree.map(lambda x: x[0], ranges),)
-        call, operands = (lambda *operands: packed(*operands, **settings).values()), tuple(ranges)
+            return packed, (jax.tree.map(lambda x: x[0], ranges),)
+        call, operands = (lambda *operands: packed(*operands).values()), tuple(ranges)
     else:
         call, operands = functools.partial(implicit, **_settings(q_BTNH, k_BSKH, spec)), ()
     foldable = _fold_vmap_into_batch(call)
@@ -344,15 +344,3 @@ def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict
     # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before
     # it.
     return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, window=spec.window)
-
-
-def _packed_settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict:
-    """The static arguments of a call with ranges."""
-    if spec.window is not None:
-        raise Unsupported(
-            f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents (supported:"
-            " no window)"
-        )
-    return dict(
-        scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, few_documents=spec.few_documents
-    )

@@ -34,14 +34,14 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import cudnn_packed_backward, cudnn_packed_forward
-from jaxlc.attention.contract import CallResults
+from jaxlc.attention.contract import AttentionSpec, CallResults
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 
@@ -301,25 +301,21 @@ def forward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *table,
-    scale: float,
-    causal: bool,
-    few_documents: bool = False,
+    spec: AttentionSpec,
 ) -> CallResults:
     """(out_BTNH in q's dtype, lse_BNT float32).
 
     Args:
       table: of `document_table`, or the key ranges start_BT and end_BT that it is computed from.
-      few_documents: of the spec. The lse of ring steps is NaN if there are more.
+      spec: with few_documents, the lse of ring steps is NaN if there are more.
     Raises:
-      Unsupported: q or k has 2^31 elements or more.
+      Unsupported: q or k has 2^31 elements or more, or the spec has a window.
     """
-    block = _Block.create(q_BTNH, k_BSKH, table, causal=causal, few_documents=few_documents)
+    block = _Block.create(q_BTNH, k_BSKH, table, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
-        out, lse_DNT = cudnn_packed_forward(
-            q, k, v, *block.operands(documents), scale=scale, causal=causal
-        )
+        out, lse_DNT = cudnn_packed_forward(q, k, v, *block.operands(documents), **block.settings)
         return out.reshape(q_BTNH.shape), lse_DNT
 
     def unpack(results, bucket: Bucket, first):
@@ -344,21 +340,17 @@ def backward(
     lse_BNT: jax.Array,
     dout_BTNH: jax.Array,
     *table,
-    scale: float,
-    causal: bool,
-    few_documents: bool = False,
+    spec: AttentionSpec,
 ) -> CallResults:
     """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype.
     Otherwise as `forward`.
     """
-    block = _Block.create(q_BTNH, k_BSKH, table, causal=causal, few_documents=few_documents)
+    block = _Block.create(q_BTNH, k_BSKH, table, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v, out, dout = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
         operands, lse = block.operands(documents), block.pack_lse(lse_BNT, bucket, documents)
-        results = cudnn_packed_backward(
-            q, k, v, *operands, out, lse, dout, scale=scale, causal=causal
-        )
+        results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, **block.settings)
         return tuple(
             dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True)
         )
@@ -377,9 +369,15 @@ class _Block(NamedTuple):
     calls: Calls
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
+    settings: dict[str, Any]  # of the calls
 
     @classmethod
-    def create(cls, q_BTNH, k_BSKH, table, *, causal: bool, few_documents: bool) -> "_Block":
+    def create(cls, q_BTNH, k_BSKH, table, spec: AttentionSpec) -> "_Block":
+        if spec.window is not None:
+            raise Unsupported(
+                f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents"
+                " (supported: no window)"
+            )
         num_elements = max(q_BTNH.size, k_BSKH.size)
         if num_elements >= MAX_ELEMENTS:
             raise Unsupported(
@@ -388,10 +386,12 @@ class _Block(NamedTuple):
                 " ranks, memory.tile_tokens, or kernel pallas"
             )
         (batch, num_queries), num_keys = q_BTNH.shape[:2], k_BSKH.shape[1]
+        causal, few_documents = spec.causal, spec.few_documents
         calls = calls_for(batch, num_queries, num_keys, causal=causal, few_documents=few_documents)
         if len(table) > 1:
             table = (document_table(*table, num_keys, calls, causal=causal),)
-        return cls(*table, calls, q_BTNH.shape, k_BSKH.shape)
+        settings = dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=causal)
+        return cls(*table, calls, q_BTNH.shape, k_BSKH.shape, settings)
 
     @property
     def q_document_BT(self) -> jax.Array:

@@ -61,10 +61,7 @@ def attend(
     `ring.attend`.
     """
     if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
-        attend_window = (
-            window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
-        )
-        return attend_window(qkv, kernel, spec, ranks)
+        return window_exchange.attend(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
 

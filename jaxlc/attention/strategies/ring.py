@@ -249,10 +249,7 @@ def attend(
       out_btnH in q's dtype, lse_bnt float32.
     """
     if spec.window is not None:
-        attend_window = (
-            window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
-        )
-        return attend_window(qkv, kernel, spec, ranks)
+        return window_exchange.attend(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
 

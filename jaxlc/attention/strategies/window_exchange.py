@@ -66,9 +66,7 @@ def _halo_backward(
     return _join_chunks(dq), dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
 
 
-# Attention of this rank's queries in the window of `spec`; call inside `shard_map`. As
-# `ring.attend`, without ranges.
-attend_in_zigzag_order = attention_vjp(_halo_forward, _halo_backward)
+_attend_in_zigzag_order = attention_vjp(_halo_forward, _halo_backward)
 
 
 def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
@@ -253,9 +251,13 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpe
     return dq, dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
 
 
-# Attention of this rank's queries in the window of `spec`; call inside `shard_map`. As
-# `ring.attend`, with ranges.
-attend = attention_vjp(_forward, _backward)
+_attend = attention_vjp(_forward, _backward)
+
+
+def attend(qkv: ShardedQKV, *settings) -> tuple[jax.Array, jax.Array]:
+    """As `ring.attend`, in the window of the spec; without ranges, tokens are in zigzag order."""
+    attend_window = _attend_in_zigzag_order if qkv.ranges is None else _attend
+    return attend_window(qkv, *settings)
 
 
 def _operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):

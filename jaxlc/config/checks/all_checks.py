@@ -9,7 +9,7 @@ Checks of config.posttrain, shared prefixes and traces against other settings. I
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxlc.config.checks.layer_checks import (
@@ -20,6 +20,7 @@ from jaxlc.config.checks.layer_checks import (
     size_problems,
     unsupported_problems,
     unused_problems,
+    without_effect,
 )
 from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
@@ -38,9 +39,7 @@ from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
-    OptimizerConfig,
     PosttrainConfig,
-    RolloutsConfig,
     SourceConfig,
 )
 from jaxlc.config.values import range_problems
@@ -197,18 +196,6 @@ def posttrain_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _without_effect(
-    section: str,
-    values: PosttrainConfig | RolloutsConfig | OptimizerConfig,
-    names: Iterable[str],
-    reason: str,
-) -> Iterator[str]:
-    """The settings among `names` that are not the default."""
-    for name in names:
-        if getattr(values, name) != getattr(type(values)(), name):
-            yield f"config.{section}.{name}={getattr(values, name)!r} has no effect {reason}"
-
-
 def _prefix_problems(config: Config) -> Iterator[str]:
     if config.attention.shared_prefixes and not config.attention.document_mask:
         yield (
@@ -229,7 +216,7 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         reason = (
             "without config.rollouts.source; set --config.rollouts.source=model, server or files"
         )
-        yield from _without_effect("rollouts", rollouts, vars(rollouts), reason)
+        yield from without_effect("rollouts", rollouts, vars(rollouts), reason)
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
     unused = {
@@ -237,10 +224,10 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         "model": ("wait_seconds", "max_policy_age", *_OF_SERVER),
         "server": ("wait_seconds", "max_policy_age", "max_replacements"),
     }[rollouts.source]
-    yield from _without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
+    yield from without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
     if posttrain.no_advantage == "keep":
         reason = "with config.posttrain.no_advantage='keep'; use drop"
-        yield from _without_effect("rollouts", rollouts, ("max_replacements",), reason)
+        yield from without_effect("rollouts", rollouts, ("max_replacements",), reason)
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
     has_teacher = posttrain.teacher_top_k and posttrain.temperature == 1
@@ -315,7 +302,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
         )
         used = ("teacher_top_k", "temperature") if posttrain.teacher_top_k else ()
         unused = [name for name in vars(posttrain) if name not in used]
-        yield from _without_effect("posttrain", posttrain, unused, reason)
+        yield from without_effect("posttrain", posttrain, unused, reason)
         return
     if posttrain.teacher_top_k:
         yield (
@@ -336,7 +323,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
         unused = (*unused, "kl", "ratio", "off_policy_mask_threshold", "scale_advantages")
     if posttrain.loss == "cispo":
         unused = (*unused, "max_answer_tokens", "clip_low", "delta")
-    yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
+    yield from without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
     yield from _weight_problems(posttrain)
     if posttrain.is_pairwise and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=1"
@@ -367,7 +354,7 @@ def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
     low, high, limit = posttrain.weight_min, posttrain.weight_max, 1 + posttrain.clip_high
     if not posttrain.importance_weights:
         reason = "without config.posttrain.importance_weights; set it to True"
-        yield from _without_effect("posttrain", posttrain, _OF_WEIGHTS, reason)
+        yield from without_effect("posttrain", posttrain, _OF_WEIGHTS, reason)
     elif posttrain.old_log_probs == "sampled":
         yield (
             "config.posttrain.importance_weights=True compares old with sampled log-probabilities, and"
@@ -503,7 +490,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     if optimizer.name != "muon":
         muon_settings = ("momentum", "muon_scale", "muon_heads")
         reason = "without --config.optimizer.name=muon; set it, or remove this"
-        yield from _without_effect("optimizer", optimizer, muon_settings, reason)
+        yield from without_effect("optimizer", optimizer, muon_settings, reason)
     if optimizer.initial_learning_rate_ratio and not optimizer.warmup_steps:
         yield (
             f"config.optimizer.initial_learning_rate_ratio={optimizer.initial_learning_rate_ratio} has no effect"

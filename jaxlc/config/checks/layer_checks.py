@@ -5,7 +5,8 @@ Checks of LoRA and of frozen parameters. Imports no jax.
 Checks of config.precision against other settings. Imports no jax.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.frozen import SECTIONS, Config, to_dict
@@ -208,6 +209,13 @@ def _group_problems(config: Config) -> Iterator[str]:
         yield f"{setting} does not divide {layers}; use a divisor"
 
 
+def without_effect(section: str, values: Any, names: Iterable[str], reason: str) -> Iterator[str]:
+    """The settings among `names` of a section that are not the default."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values)(), name):
+            yield f"config.{section}.{name}={getattr(values, name)!r} has no effect {reason}"
+
+
 def lora_problems(config: Config) -> Iterator[str]:
     """Problems of the section lora, and settings of frozen parameters where no parameter is frozen."""
     lora, train = config.lora, config.train
@@ -219,9 +227,7 @@ def lora_problems(config: Config) -> Iterator[str]:
     if lora.init_from and not config.model.init_from:
         yield f"config.lora.init_from={lora.init_from} needs the base of the adapters; set config.model.init_from"
     if not (lora.rank or lora.init_from):
-        for name, default in vars(LoraConfig()).items():
-            if getattr(lora, name) != default:
-                yield f"config.lora.{name}={getattr(lora, name)} has no effect without --config.lora.rank=RANK"
+        yield from without_effect("lora", lora, vars(lora), "without --config.lora.rank=RANK")
     if not (lora.rank or train.trainable or train.frozen):
         if not train.checkpoint_frozen:
             yield (
@@ -235,13 +241,8 @@ def lora_problems(config: Config) -> Iterator[str]:
             )
 
 
-_COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
-    **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),
-    **dict.fromkeys(
-        ("loss_scale", "loss_scale_growth_factor", "loss_scale_growth_interval"), "fp16"
-    ),
-    **dict.fromkeys(("loss_scale_backoff_factor", "loss_scale_min", "loss_scale_max"), "fp16"),
-}
+# Value of compute -> the beginnings of the names of its settings.
+_OF_COMPUTE = dict(fp8=("fp8_", "bf16_layers"), fp16=("loss_scale",))
 
 _NAMES = (*MATMUL_NAMES, *EXPERT_PROJECTIONS)
 
@@ -254,13 +255,11 @@ def precision_problems(config: Config) -> Iterator[str]:
             config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES
         )
     yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
-    for name, compute in _COMPUTE_OF.items():
-        value = getattr(precision, name)
-        if value != getattr(defaults, name) and precision.compute != compute:
-            yield (
-                f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
-                f" {precision.compute!r}; use --config.precision.compute={compute}, or remove it"
-            )
+    for compute, prefixes in _OF_COMPUTE.items():
+        if precision.compute != compute:
+            names = [name for name in vars(precision) if name.startswith(prefixes)]
+            reason = f"without --config.precision.compute={compute}; set it, or remove this"
+            yield from without_effect("precision", precision, names, reason)
     if (
         precision.fp8_amax_history_len != defaults.fp8_amax_history_len
         and precision.fp8_scaling != "delayed"

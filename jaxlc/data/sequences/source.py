@@ -132,5 +132,8 @@ class DataSource:
           UserError: the data differs from that of the checkpoint, or cannot be read.
         """
 
+    def stop_waiting(self) -> None:
+        """Ends the iteration over batches if it waits for another program."""
+
     def close(self) -> None:
         """Ends the threads of the source, after training."""

@@ -46,6 +46,9 @@ from jaxlc.core.files import parse_json, replacing
 from jaxlc.runtime import watchdog
 from jaxlc.step.step import StepMetrics
 
+# By name: numbers, or generated texts by their prompts.
+Values = Mapping[str, float | Mapping[str, str]]
+
 
 class _Step(NamedTuple):
     number: int
@@ -182,17 +185,12 @@ class WandbWriter:
         self._thread = threading.Thread(target=self._send, name="jaxlc-wandb", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Passes a row to the thread; does not wait."""
+    def write(self, step: int, values: Values) -> None:
+        """Passes a row to the thread; does not wait. Texts become a table."""
         try:
             self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             self._num_dropped += 1
-
-    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
-        """Passes texts to the thread, which become a table."""
-        with contextlib.suppress(queue.Full):
-            self._rows.put_nowait((step, {name: dict(texts)}))
 
     def close(self) -> None:
         """Waits for the rows to be sent, for a limited time."""
@@ -220,7 +218,7 @@ class WandbWriter:
             while (item := self._rows.get()) is not None:
                 step, row = item
                 for name, value in row.items():
-                    if isinstance(value, dict):
+                    if isinstance(value, Mapping):
                         data = [list(item) for item in value.items()]
                         row[name] = wandb.Table(columns=["prompt", "text"], data=data)
                 # After a resume, W&B ignores rows of steps that it already has.
@@ -297,13 +295,10 @@ class Timings:
 class MetricsWriter(Protocol):
     """Where rows go besides metrics.jsonl."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Called with the finite values of a row; must neither wait nor raise for reasons outside
-        of this machine.
+    def write(self, step: int, values: Values) -> None:
+        """Called with the finite values of a row, or with texts; must neither wait nor raise for
+        reasons outside of this machine.
         """
-
-    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
-        """Called with generated texts by their prompts, as `write`."""
 
     def close(self) -> None:
         """Called at the end of the run."""
@@ -411,15 +406,14 @@ class MetricsLog:
         stage = dict(stage=self._stage) if self._stage else {}
         measured = {name: finite(value) for name, value in values.items()}
         self._file.append(_line(dict(step=step) | stage | measured))
-        for writer in self._writers:
-            writer.write(
-                step, {name: value for name, value in measured.items() if value is not None}
-            )
+        self.write_elsewhere(
+            step, {name: value for name, value in measured.items() if value is not None}
+        )
 
-    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
-        """Passes texts to the writers; metrics.jsonl has numbers only."""
+    def write_elsewhere(self, step: int, values: Values) -> None:
+        """Passes values to the writers only: metrics.jsonl has no texts."""
         for writer in self._writers:
-            writer.write_texts(step, name, texts)
+            writer.write(step, values)
 
     def close(self) -> None:
         for log in (self._file, *self._writers):
@@ -445,22 +439,20 @@ class _TensorBoard:
         self._events.write_event(restart)
         self._events.flush()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Values) -> None:
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import scalar, text
 
+        summaries = []
         for name, value in values.items():
-            self._events.write_event(
-                Event(wall_time=time.time(), step=step, summary=scalar(name, value))
-            )
-        self._events.flush()
-
-    def write_texts(self, step: int, name: str, texts: Mapping[str, str]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import text
-
-        for number, (prompt, new) in enumerate(texts.items(), start=1):
-            summary = text(f"{name}/{number}", f"**{prompt}**{new}")
+            if isinstance(value, Mapping):
+                texts = enumerate(value.items(), start=1)
+                summaries += [
+                    text(f"{name}/{i}", f"**{prompt}**{new}") for i, (prompt, new) in texts
+                ]
+            else:
+                summaries.append(scalar(name, value))
+        for summary in summaries:
             self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._events.flush()
 
