@@ -40,7 +40,7 @@ A fully masked row has out' 0, lse' equal to the sink, and gradient 0.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -69,6 +69,11 @@ class AttentionSpec:
 
     def __post_init__(self):
         assert self.window is None or (self.causal and self.window > 0), self
+
+    @property
+    def not_causal(self) -> "AttentionSpec":
+        """For calls whose queries attend to whole blocks of earlier keys."""
+        return replace(self, causal=False)
 
     def scale_for(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale

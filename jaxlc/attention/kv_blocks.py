@@ -231,7 +231,7 @@ class GroupState(NamedTuple):
 
     def _own_block_steps(self, run_step: Callable, carry):
         """Runs the steps for the fully visible sub-chunks of the group's own block."""
-        per_step, spec = self.subchunks_per_step, _not_causal(self.spec)
+        per_step, spec = self.subchunks_per_step, self.spec.not_causal
 
         def long_step(subchunk, number, carry):
             return run_step(KVBlockStep(subchunk, number * per_step, per_step, 0, spec), carry)
@@ -258,7 +258,7 @@ class GroupState(NamedTuple):
         attend to the whole block of a later group. As in ring.py, `jnp.where` selects between the
         two.
         """
-        per_step, spec = self.subchunks_per_step, _not_causal(self.spec)
+        per_step, spec = self.subchunks_per_step, self.spec.not_causal
         steps_per_pair = self.num_block_subchunks // per_step
         num_lo_steps = jnp.where(
             lax.axis_index(self.outer.axis) >= ring_step, steps_per_pair // 2, 0
@@ -334,13 +334,6 @@ class GroupState(NamedTuple):
             return self.update_kv(block, self._send(self.slice_kv(block, index)), index)
 
         return lax.fori_loop(0, self.num_block_subchunks, send_subchunk, block)
-
-
-def _not_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The spec off the diagonal, where a sub-chunk of keys is either fully visible or not used at
-    all.
-    """
-    return AttentionSpec(**{**vars(spec), "causal": False})
 
 
 def _at(x_P: jax.Array, index) -> jax.Array:

@@ -70,10 +70,6 @@ def _product(x_nmK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
     return out_SN.reshape(num_blocks, rows, width)
 
 
-def _forward(x_nmD, w_EDF, expert_n):
-    return mosaic_product(x_nmD, w_EDF, expert_n), (x_nmD, w_EDF, expert_n)
-
-
 def _backward(residuals, dout_nmF):
     x_nmD, w_EDF, expert_n = residuals
     num_experts, D, F = w_EDF.shape
@@ -90,7 +86,7 @@ def _backward(residuals, dout_nmF):
     return dx_nmD, dw_EDF.astype(w_EDF.dtype), None
 
 
-mosaic_product.defvjp(_forward, _backward)
+mosaic_product.defvjp(lambda *operands: (mosaic_product(*operands), operands), _backward)
 
 
 def check_devices(devices: Iterable[jax.Device]) -> None:
@@ -210,10 +206,6 @@ def _by_choice(y_nmD, weights_Tk, assignments: Assignments):
         )
 
 
-def _combined_forward(y_nmD, weights_Tk, assignments: Assignments):
-    return combined(y_nmD, weights_Tk, assignments), (y_nmD, weights_Tk, assignments)
-
-
 def _combined_backward(residuals, dout_TD: jax.Array):
     y_nmD, weights_Tk, assignments = residuals
     weight_S = jnp.zeros(len(assignments.token_S), jnp.float32)
@@ -230,7 +222,7 @@ def _combined_backward(residuals, dout_TD: jax.Array):
     return dy_nmD.astype(y_nmD.dtype), jnp.stack(dweights, 1).astype(weights_Tk.dtype), None
 
 
-combined.defvjp(_combined_forward, _combined_backward)
+combined.defvjp(lambda *operands: (combined(*operands), operands), _combined_backward)
 
 
 @jax.custom_vjp
@@ -240,10 +232,6 @@ def block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> ja
     return jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF.astype(x_nmD.dtype)[expert_n])
 
 
-def _block_product_forward(x_nmD, w_EDF, expert_n):
-    return block_product(x_nmD, w_EDF, expert_n), (x_nmD, w_EDF, expert_n)
-
-
 def _block_product_backward(residuals, dout_nmF):
     x_nmD, w_EDF, expert_n = residuals
     dx_nmD = jnp.einsum("nmF,nDF->nmD", dout_nmF, w_EDF.astype(x_nmD.dtype)[expert_n])
@@ -251,7 +239,9 @@ def _block_product_backward(residuals, dout_nmF):
     return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_EDF)).astype(w_EDF.dtype), None
 
 
-block_product.defvjp(_block_product_forward, _block_product_backward)
+block_product.defvjp(
+    lambda *operands: (block_product(*operands), operands), _block_product_backward
+)
 
 
 @jax.custom_vjp

@@ -17,7 +17,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,9 @@ class DecoderLayer(nnx.Module):
         self.attention = nnx.Dict(mixers) if len(mixers) > 1 else next(iter(mixers.values()), None)
         self.mixer_names = model.mixers
         has_mlp = model.feed_forward != Absent.name
-        self.mlp = FEED_FORWARDS[model.feed_forward](model, init) if has_mlp else None
+        feed_forward = FEED_FORWARDS[model.feed_forward]
+        # pyrefly: ignore[missing-argument]
+        self.mlp = feed_forward(model, init) if has_mlp else None
         self.attention_norm = norm(self.attention, "pre", "pre_and_post")
         self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")
@@ -223,34 +225,16 @@ def run_layer(
 IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
 
 
-class RunLayer(Protocol):
-    """Runs a decoder layer of one kind.
-
-    `run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE
-    tables bound.
-    """
-
-    def __call__(
-        self,
-        layer_def: nnx.GraphDef,
-        params: LayerParams,
-        x_BTD: jax.Array,
-        tokens: LayerTokens,
-        ranges: Any,
-        prefetch: Prefetch | None = None,
-        *,
-        shard: Sharder,
-    ) -> tuple[LayerOutput, Any]:
-        """Returns the output, and the weights that were prefetched meanwhile (None without
-        `prefetch`).
-        """
+# Runs a decoder layer of one kind: `run_layer` and `layer_tiles.run_layer`, with their attention and RoPE tables bound.
+# It returns the output, and the weights that were prefetched meanwhile (None without `prefetch`).
+RunLayer = Callable[..., tuple[LayerOutput, Any]]
 
 
-class Remat(Protocol):
-    """Rematerialization of layers and of groups of layers; implemented by `jaxlc.step.remat.Remat`."""
+class Remat(NamedTuple):
+    """How the decoder wraps its layers in `jax.checkpoint`; `step.remat.make_remat` returns it."""
 
-    wrap_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
-    # wraps the function that runs `layers_per_group` layers
+    wrap_layer: Callable[[Callable], Callable]  # wraps the function of one layer
+    # wraps the function of `layers_per_group` layers, if that is not 1
     wrap_group: Callable[[Callable], Callable]
     layers_per_group: int
 

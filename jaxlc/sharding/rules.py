@@ -424,6 +424,7 @@ def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
 
     def add_row(path, param, names) -> None:
         spec = storage_spec(names, param.shape, mesh)
+        shard_shape = NamedSharding(mesh, spec).shard_shape(param.shape)
         rows.append(
             ParameterSharding(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -431,8 +432,7 @@ def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
                 shape=tuple(param.shape),
                 dtype=str(param.dtype),
                 spec=spec,
-                bytes_per_device=math.prod(_shard_shape(param.shape, spec, mesh))
-                * param.dtype.itemsize,
+                bytes_per_device=math.prod(shard_shape) * param.dtype.itemsize,
                 num_bytes=param.size * param.dtype.itemsize,
                 unsharded=tuple(_unsharded(names, param.shape, spec, mesh)),
             )
@@ -449,15 +449,6 @@ def num_entries(params) -> int:
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "shape"))
     return sum(math.prod(x.shape) for x in leaves)
-
-
-def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the local shard of a device."""
-    return tuple(size // _num_shards(axes_of(entry), mesh) for size, entry in zip(shape, spec))
 
 
 def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:

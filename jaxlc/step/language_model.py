@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.kinds import tables_of_kinds
-from jaxlc.models.rope import TablesOfKinds
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.sharding.rules import num_entries
@@ -42,8 +41,10 @@ Tokens = str | Sequence[int] | np.ndarray | jax.Array
 class _Padded(NamedTuple):
     """Sequences with padding, so that they split over the mesh."""
 
-    batch: Batch  # [sequences, tokens] in the order of the step
-    tables: tuple[TablesOfKinds, ...]  # one argument of the functions; a custom model has none
+    functions: "_Functions"
+    # of the functions: parameters, a batch [sequences, tokens] in the order of the step, and the tables
+    # of RoPE, which a custom model has not
+    operands: tuple[Any, ...]
     natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
     shape: tuple[int, int]  # sequences and tokens without padding
     is_single: bool  # the caller passed text or one sequence: results have no batch dimension
@@ -93,8 +94,7 @@ class LanguageModel:
           UserError: a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
-        functions = self._functions(padded.batch.tokens.shape[1])
-        hidden_BTD, head = functions.features(self.params, padded.batch, *padded.tables)
+        hidden_BTD, head = padded.functions.features(*padded.operands)
         if head is None:
             raise Unsupported(
                 "hidden states are unsupported: apply() of this model returns logits only"
@@ -127,8 +127,7 @@ class LanguageModel:
                 f"the logits of {num_sequences} x {len(chosen_n):,} tokens take {num_bytes / 2**30:,.0f} GiB: pass"
                 " positions=, such as slice(-256, None), or use token_losses"
             )
-        functions = self._functions(padded.batch.tokens.shape[1])
-        features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
+        features_BTX, head_DV = padded.functions.features(*padded.operands)
         chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
         chunks = np.split(
             padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens)
@@ -146,11 +145,8 @@ class LanguageModel:
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks
         only.
         """
-        return self._token_losses(self._padded(tokens))
-
-    def _token_losses(self, padded: _Padded) -> np.ndarray:
-        functions = self._functions(padded.batch.tokens.shape[1])
-        losses_BT = np.asarray(functions.token_losses(self.params, padded.batch, *padded.tables))
+        padded = self._padded(tokens)
+        losses_BT = np.asarray(padded.functions.token_losses(*padded.operands))
         num_sequences, num_tokens = padded.shape
         losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
         return losses_BT[0] if padded.is_single else losses_BT
@@ -187,9 +183,8 @@ class LanguageModel:
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
         check_range("token", np.asarray(candidates), self.config.model.vocab_size, "candidates")
-        functions = self._functions(padded.batch.tokens.shape[1])
-        run = functions.recording if records_experts else functions.features
-        features_BTX, head_DV, *experts = run(self.params, padded.batch, *padded.tables)
+        run = padded.functions.recording if records_experts else padded.functions.features
+        features_BTX, head_DV, *experts = run(*padded.operands)
         num_sequences, num_scored = np.shape(positions)
         chunk = max(
             1,
@@ -221,12 +216,12 @@ class LanguageModel:
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        padded = self._padded(tokens)
-        if padded.shape[1] < 2:
+        losses = self.token_losses(tokens)
+        if not losses.size:
             raise UserError(
                 "the loss of one token: expected at least 2 tokens, since the first token has no loss"
             )
-        return float(self._token_losses(padded).mean(dtype=np.float64))
+        return float(losses.mean(dtype=np.float64))
 
     def __repr__(self) -> str:
         num_parameters = num_entries(self.params)
@@ -272,9 +267,7 @@ class LanguageModel:
 
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":
-        step = dataclasses.replace(
-            self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh)
-        )
+        step = self._step_for(num_tokens)
         everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
         objective = step.objective
         return _Functions(
@@ -293,6 +286,10 @@ class LanguageModel:
             ),
         )
 
+    def _step_for(self, num_tokens: int) -> TrainStep:
+        config = _for_sequences_of(self.config, num_tokens, self.mesh)
+        return dataclasses.replace(self._step, config=config)
+
     def _padded(self, tokens: Tokens) -> _Padded:
         ids = np.asarray(tokens)
         if isinstance(tokens, str):
@@ -310,9 +307,7 @@ class LanguageModel:
         padded_sequences = num_sequences + -num_sequences % math.prod(
             self.mesh.shape[axis] for axis in BATCH_AXES
         )
-        step = dataclasses.replace(
-            self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh)
-        )
+        step = self._step_for(padded_tokens)
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
         arrays = complete_batch(
             {
@@ -340,8 +335,8 @@ class LanguageModel:
             rope_tokens = num_tokens if self._is_pretrained else self.config.data.seq_len
             tables = (tables_of_kinds(self.config.model, padded_tokens, rope_tokens),)
         return _Padded(
-            batch,
-            tables,
+            self._functions(padded_tokens),
+            (self.params, batch, *tables),
             natural_order(order),
             (num_sequences, num_tokens),
             is_single=ids.ndim == 1,

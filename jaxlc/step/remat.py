@@ -8,13 +8,13 @@ logit could choose others.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import MemoryConfig
 from jaxlc.models.contract import CHOICE
+from jaxlc.models.layer_stack import Remat
 
 _SAVED_BY = {
     "full": (CHOICE,),  # only the layer input
@@ -25,15 +25,6 @@ _SAVED_BY = {
     "matmuls": ("attention_out", "attention_lse", "delta_states", CHOICE),
 }
 _GROUP_INPUT = "residual"
-
-
-class Remat(NamedTuple):
-    """How the decoder wraps its layers in `jax.checkpoint`."""
-
-    wrap_layer: Callable[[Callable], Callable]  # wraps the function of one layer
-    # wraps the function of `layers_per_group` layers, if that is not 1
-    wrap_group: Callable[[Callable], Callable]
-    layers_per_group: int
 
 
 def make_remat(memory: MemoryConfig, num_compiled: int = 1) -> Remat:

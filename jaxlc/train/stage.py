@@ -62,34 +62,29 @@ class StageRun(Outputs):
     def saves(self) -> tuple[Action, ...]:
         """They run before everything else that follows a step, since that may fail."""
         train = self.stage.config.train
-        local = (
-            [Action(train.local_checkpoint_every_steps, self.save_locally)]
-            if train.local_checkpoints
-            else []
-        )
-        return Action(train.checkpoint_every_steps, self.save, at_signal=True), *local
+        save = Action(train.checkpoint_every_steps, self.save, at_signal=True)
+        if not train.local_checkpoints:
+            return (save,)
+        return save, Action(train.local_checkpoint_every_steps, self.save_locally)
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """The others, in their order."""
         config = self.stage.config
-        with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
-        measures = config.runtime.straggler_every_steps
-        samples = config.train.sample_every_steps
-        return (
-            *([Action(1, self.report_rollouts)] if with_rollouts else []),
-            Action(config.train.eval_every_steps, self.evaluate, at_start=True, at_resume=True),
-            Action(config.train.eval_every_steps, self.reward, at_start=True, at_resume=True),
-            Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
-            *([Action(samples, self.sample, at_resume=True)] if samples else []),
-            *([Action(measures, self.compare_processes)] if measures else []),
-            *([Action(exports, self.export, at_resume=True)] if exports else []),
-            *(
-                [Action(1, self.make_rollouts, at_start=True, at_resume=True)]
-                if with_rollouts
-                else []
-            ),
-        )
+        evals, exports = config.train.eval_every_steps, config.rollouts.export_every_steps
+        measures, samples = config.runtime.straggler_every_steps, config.train.sample_every_steps
+        with_rollouts = config.rollouts.source != ""
+        actions = [
+            (with_rollouts, Action(1, self.report_rollouts)),
+            (True, Action(evals, self.evaluate, at_start=True, at_resume=True)),
+            (True, Action(evals, self.reward, at_start=True, at_resume=True)),
+            (True, Action(config.evals.every_steps, self.score, at_start=True, at_resume=True)),
+            (samples, Action(samples, self.sample, at_resume=True)),
+            (measures, Action(measures, self.compare_processes)),
+            (exports, Action(exports, self.export, at_resume=True)),
+            (with_rollouts, Action(1, self.make_rollouts, at_start=True, at_resume=True)),
+        ]
+        return tuple(action for is_used, action in actions if is_used)
 
     def report_rollouts(self, position: Position) -> Position:
         """Writes means over the rollouts of the last step to metrics.jsonl, and some of another

@@ -235,10 +235,7 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             dict(memory=dict(remat="matmuls", offload=("residual",))),
             "remat='matmuls' with memory.offload",
         ),
-        (
-            dict(precision=dict(fp8_scaling="delayed")),
-            "has no effect without --config.precision.compute=fp8",
-        ),
+        (dict(precision=dict(fp8_scaling="delayed")), "is for compute='fp8'"),
         (dict(precision=FP8 | dict(fp8_amax_history_len=8)), "is for delayed scaling"),
         (dict(precision=FP8 | dict(reduce="fp32")), "return gradients in bf16"),
         (dict(precision=FP8 | dict(fp8_matmuls=())), "with no fp8_matmuls is bf16"),

@@ -15,11 +15,10 @@ from jaxlc.config import MeshConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
-from jaxlc.models.layer_stack import LayerContext, run_layer
+from jaxlc.models.layer_stack import LayerContext, Remat, run_layer
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
-from jaxlc.step.remat import Remat
 from tests.models.plain_rope import plain_rope
 
 B, T = 2, 16

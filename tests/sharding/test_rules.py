@@ -1,7 +1,5 @@
 """Sharding rules: the axes of stored and gathered parameters, and the shardings of activations."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,11 +53,7 @@ def test_storage_spec_one_device_shards_nothing():
     assert storage_spec(("vocab", "model"), (8, 8), _mesh()) == P(None, None)
 
 
-def test_storage_spec_follows_given_rules():
-    rules = dataclasses.replace(RULES, model=("fsdp",))
-    mesh = _mesh(fsdp=2, context=2)
-    assert storage_axes("model", rules) == ("fsdp",)
-    assert storage_spec(("model",), (8,), mesh, rules) == P("fsdp")
+def test_storage_axes_of_unknown_dimension_raise():
     with pytest.raises(KeyError):
         storage_axes("no such dimension")
 

@@ -262,12 +262,12 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
 
 @pytest.mark.parametrize(("sections", "sentence"), [
     (dict(precision=dict(compute="fp8", fp8_matmuls=("mlp",))), "'mlp' for config.precision.fp8_matmuls"),
-    (dict(precision=dict(compute="bf16", fp8_scaling="delayed")), "fp8_scaling='delayed' has no effect without"),
-    (dict(precision=dict(compute="fp8", loss_scale=2.0)), "loss_scale=2.0 has no effect without"),
-    (dict(precision=dict(loss_scale_growth_interval=5)), "loss_scale_growth_interval=5 has no effect without"),
+    (dict(precision=dict(compute="bf16", fp8_scaling="delayed")), "fp8_scaling='delayed' is for compute='fp8'"),
+    (dict(precision=dict(compute="fp8", loss_scale=2.0)), "loss_scale=2.0 is for compute='fp16'"),
+    (dict(precision=dict(loss_scale_growth_interval=5)), "loss_scale_growth_interval=5 is for compute='fp16'"),
     (dict(precision=dict(compute="fp8", fp8_amax_history_len=5)), "fp8_amax_history_len=5 is for delayed scaling"),
     (dict(precision=dict(compute="fp8", fp8_matmuls=())), "no fp8_matmuls is bf16"),
-    (dict(precision=dict(bf16_layers=(0,))), "bf16_layers=(0,) has no effect without"),
+    (dict(precision=dict(bf16_layers=(0,))), "bf16_layers=(0,) is for compute='fp8'"),
     (dict(precision=dict(compute="fp8", bf16_layers=(0, 2))), "the model has 2 layers; they are 0 to 1, or -2 to -1"),
     (dict(precision=dict(compute="fp8", bf16_layers=(-3,))), "the model has 2 layers"),
     (dict(precision=dict(compute="fp8", bf16_layers=(1, -1))), "names a layer twice, of 2: they are [1, 1]"),

@@ -218,9 +218,7 @@ def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: R
     other_steps = jax.tree.map(lambda x: x[1:], ranges)
     return PreparedSteps(
         own_step,
-        jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(
-            other_steps
-        ),
+        jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, spec.not_causal))(other_steps),
     )
 
 
@@ -444,7 +442,7 @@ class RingState(NamedTuple):
         The spec is not causal: a query attends to all keys of a half-block or to none, or the
         ranges are the mask.
         """
-        return _ranges_of_step(self.ranges, step), _of_whole_blocks(self.spec)
+        return _ranges_of_step(self.ranges, step), self.spec.not_causal
 
     def _select_halves(self, step) -> "ZigzagPair":
         source = (self.rank - step) % self.ranks.size
@@ -460,11 +458,6 @@ def _ranges_of_step(ranges, step):
             else (ranges.other_steps, step - 1)
         )
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
-
-
-def _of_whole_blocks(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the ring steps after the first."""
-    return AttentionSpec(**{**vars(spec), "causal": False})
 
 
 def _receive(in_flight, calls: CallResults):

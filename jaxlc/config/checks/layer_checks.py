@@ -256,10 +256,13 @@ def precision_problems(config: Config) -> Iterator[str]:
         )
     yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
     for compute, prefixes in _OF_COMPUTE.items():
-        if precision.compute != compute:
-            names = [name for name in vars(precision) if name.startswith(prefixes)]
-            reason = f"without --config.precision.compute={compute}; set it, or remove this"
-            yield from without_effect("precision", precision, names, reason)
+        for name, value in vars(precision).items():
+            is_unused = name.startswith(prefixes) and precision.compute != compute
+            if is_unused and value != getattr(defaults, name):
+                yield (
+                    f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
+                    f" {precision.compute!r}; use --config.precision.compute={compute}, or remove it"
+                )
     if (
         precision.fp8_amax_history_len != defaults.fp8_amax_history_len
         and precision.fp8_scaling != "delayed"

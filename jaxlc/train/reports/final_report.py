@@ -99,47 +99,36 @@ def write_report(
     losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
-    rate, utilization = (
-        history.median("flops_per_second_documents"),
-        history.median("mfu_documents"),
-    )
-    first_step, flops = [], []
+    lines = ["", f"trained         {step} steps, {num_tokens:,} tokens{speed}"]
     if seconds_to_first_step is not None:
-        first_step.append(
-            f"first step      ended {duration_text(seconds_to_first_step)} after the start"
-        )
-    if rate is not None:
+        after = duration_text(seconds_to_first_step)
+        lines.append(f"first step      ended {after} after the start")
+    if (rate := history.median("flops_per_second_documents")) is not None:
+        utilization = history.median("mfu_documents")
         peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
-        flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
+        lines.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
+    if waiting_share is not None:
+        lines.append(f"waiting         {waiting_share:.2%} of the time, for data")
+    lines.append(
+        f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip()
+    )
+    if evaluation is not None:
+        losses_text = _arrow([*eval_losses[:1], evaluation.loss])
+        num_sequences = count_text(evaluation.num_sequences, "sequence")
+        lines.append(f"held-out loss   {losses_text}, over {num_sequences}")
+        if (gain := evaluation.context_gain) is not None:
+            limits = "full context against the last 256 to 511 tokens, beyond token 512"
+            lines.append(f"context gain    {gain}: {limits}")
     tensorboard = f", {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not errors.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {errors.install_hint('tensorboardX')}"
-    heldout = []
-    if evaluation is not None:
-        losses_text = _arrow([*eval_losses[:1], evaluation.loss])
-        heldout.append(
-            f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}"
-        )
-        heldout += _gain_lines(evaluation)
-    return "\n".join(
-        [
-            "",
-            f"trained         {step} steps, {num_tokens:,} tokens{speed}",
-            *first_step,
-            *flops,
-            *(
-                []
-                if waiting_share is None
-                else [f"waiting         {waiting_share:.2%} of the time, for data"]
-            ),
-            f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip(),
-            *heldout,
-            *write_plots(workdir, rows, evaluation),
-            f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
-            f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
-            f"settings, log   {displayed(workdir / CONFIG_COPY)}, {displayed(workdir / LOG_FILE)}",
-        ]
-    )
+    lines += [
+        *write_plots(workdir, rows, evaluation),
+        f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
+        f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
+        f"settings, log   {displayed(workdir / CONFIG_COPY)}, {displayed(workdir / LOG_FILE)}",
+    ]
+    return "\n".join(lines)
 
 
 def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -> list[str]:
@@ -170,15 +159,6 @@ def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -
     return [
         f"{'' if index else 'plots':<15} {displayed(workdir / name)}"
         for index, name in enumerate(figures)
-    ]
-
-
-def _gain_lines(evaluation: Evaluation) -> list[str]:
-    """One line with the gain of full context, none if it was not evaluated."""
-    if evaluation.context_gain is None:
-        return []
-    return [
-        f"context gain    {evaluation.context_gain}: full context against the last 256 to 511 tokens, beyond token 512"
     ]
 
 
