@@ -145,7 +145,9 @@ class LanguageModel:
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks
         only.
         """
-        padded = self._padded(tokens)
+        return self._token_losses(self._padded(tokens))
+
+    def _token_losses(self, padded: _Padded) -> np.ndarray:
         losses_BT = np.asarray(padded.functions.token_losses(*padded.operands))
         num_sequences, num_tokens = padded.shape
         losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
@@ -216,11 +218,7 @@ class LanguageModel:
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        losses = self.token_losses(tokens)
-        if not losses.size:
-            raise UserError(
-                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
-            )
+        losses = self._token_losses(self._padded(tokens, min_tokens=2))
         return float(losses.mean(dtype=np.float64))
 
     def __repr__(self) -> str:
@@ -290,7 +288,7 @@ class LanguageModel:
         config = _for_sequences_of(self.config, num_tokens, self.mesh)
         return dataclasses.replace(self._step, config=config)
 
-    def _padded(self, tokens: Tokens) -> _Padded:
+    def _padded(self, tokens: Tokens, min_tokens: int = 1) -> _Padded:
         ids = np.asarray(tokens)
         if isinstance(tokens, str):
             ids = with_start(self.tokenizer.encode(tokens.encode()), self.tokenizer)
@@ -318,6 +316,10 @@ class LanguageModel:
             self.config.model.vocab_size,
             "tokens",
         )
+        if num_tokens < min_tokens:
+            raise UserError(
+                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
+            )
         # All sequences have as many tokens as the first, except those that are only padding.
         first, order = step.sequence_order.arranged(
             {name: array[0] for name, array in arrays.items()}
