@@ -37,6 +37,7 @@ class StandIn(ThreadingHTTPServer):
     is_updatable = True  # VLLM_ALLOW_RUNTIME_LORA_UPDATING
     token_shift = 0  # of another tokenizer
     delay_seconds = 0.0
+    byte_seconds = 0.0  # between the bytes of an answer
     num_errors = 0  # answers with status 503 before others
     answer: Answer | None = None
     max_logprobs = 20  # --max-logprobs
@@ -182,7 +183,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/plain" if is_text else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if not self.server.byte_seconds:
+            self.wfile.write(data)
+            return
+        for byte in data:
+            self.wfile.write(bytes([byte]))
+            time.sleep(self.server.byte_seconds)
 
     def log_message(self, *args: object) -> None: ...
 

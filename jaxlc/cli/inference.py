@@ -2,6 +2,7 @@
 and `logprobs`.
 """
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -303,10 +305,10 @@ _KEPT = "finished records are kept, and the same command resumes"
 @dataclass(frozen=True, kw_only=True)
 class LogprobsFlags(ModelFlags):
     """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
-    [--entropy] [--experts] [--top_k=0]
+    [--entropy] [--experts] [--top_k=0] [--tokenizer=DIRECTORY]
 
-    Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a
-    Hugging Face directory. The output has one JSON line per record, in order, and a run that is
+    Adds the log-probabilities of the tokens in the loss to traces: under the model of a run, of a
+    Hugging Face directory, or of a vLLM server. The output has one JSON line per record, in order, and a run that is
     interrupted resumes after the last one. What the values depend on, such as the model, is in
     OUT.header.json: the command does not add to values of something else. Logits exist for a chunk of
     tokens at a time.
@@ -314,7 +316,7 @@ class LogprobsFlags(ModelFlags):
 
     positional = ("source", "traces", "out")
 
-    source: str  # workdir of a run, Hugging Face directory or hub id
+    source: str  # workdir of a run, Hugging Face directory, hub id, or a server, such as http://host:8000
     traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
     out: str  # .jsonl file to write: the records of traces with one more field
     # the field to add
@@ -327,10 +329,19 @@ class LogprobsFlags(ModelFlags):
     # teacher_tokenizer for posttrain.teacher_top_k
     top_k: int = 0
     step: int | None = None  # checkpoint to use; default: the latest
+    tokenizer: str = ""  # of a server: "bytes", a directory or a hub id
+    server_seconds: Above0[float] = (
+        600.0  # a server: the command ends if a request has no answer in this time
+    )
+
+    @property
+    def is_server(self) -> bool:
+        return self.source.startswith(("http://", "https://"))
 
 
 def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     flags = command.flags
+    _check_server(flags)
     _start_simulated(flags)
     import_jax()
     import jax
@@ -347,13 +358,18 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     make_writable(out.parent, "use another OUT")
     if out.suffix != ".jsonl":
         raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
-    run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
+    if flags.is_server:
+        run = _served(flags)
+        model = run.model.name
+    else:
+        run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
+        model = model_fingerprint(run.config, run.params)
     chat_template = flags.chat_template or run.config.data.chat_template
     encoder = Encoder(run.tokenizer, chat_template)
     reader = TraceReader(encoder, run.config.model.vocab_size)
     template = template_if_any(chat_template, run.tokenizer)
     header = dict(
-        model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
+        model=model, tokenizer=run.tokenizer.fingerprint,
         chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
         temperature=flags.temperature, entropy=flags.entropy, **(dict(experts=True) if flags.experts else {}),
         **(dict(top_k=flags.top_k) if flags.top_k else {}),
@@ -392,6 +408,45 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
         f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs"
     )
     return 0
+
+
+def _check_server(flags: LogprobsFlags) -> None:
+    """Raises UserError if a flag has no effect on this source."""
+    if flags.is_server and not flags.tokenizer:
+        raise UserError(f"{flags.source} does not give its tokenizer: set --tokenizer")
+    default = LogprobsFlags(source="", traces="", out="")
+    unused = ("temperature", "entropy", "experts", "step", "mesh")
+    for name in unused if flags.is_server else ("tokenizer", "server_seconds"):
+        if getattr(flags, name) != getattr(default, name):
+            raise UserError(f"--{name} has no effect with the source {flags.source}; remove it")
+
+
+def _served(flags: LogprobsFlags) -> SimpleNamespace:
+    """The model of a server, with what the command uses of a run."""
+    from jaxlc.config import defaults, load
+    from jaxlc.data.tokens.encoder import Stops
+    from jaxlc.data.tokens.tokenizers import load_tokenizer
+    from jaxlc.posttrain.server import Server
+
+    tokenizer, default = load_tokenizer(flags.tokenizer), load(defaults())
+    config = replace(
+        default,
+        model=replace(default.model, vocab_size=tokenizer.vocab_size),
+        data=replace(default.data, tokenizer=flags.tokenizer, seq_len=1),
+        posttrain=replace(default.posttrain, teacher_top_k=flags.top_k),
+        rollouts=replace(default.rollouts, server_seconds=flags.server_seconds),
+    )
+    server = Server(url=flags.source, config=config, stops=Stops([], []))
+    name = asyncio.run(server.check(tokenizer, is_teacher=True))
+
+    def scores(tokens: np.ndarray, positions: np.ndarray, *_: Any) -> SimpleNamespace:
+        in_loss = np.isin(np.arange(tokens.size), positions + 1)
+        arrays = asyncio.run(server.scores(tokens[0], in_loss))
+        names = "log_probs", "top_tokens", "top_log_probs"
+        return SimpleNamespace(**{name: x[None] for name, x in zip(names, arrays)})
+
+    model = SimpleNamespace(name=name, scores=scores)
+    return SimpleNamespace(config=config, tokenizer=tokenizer, model=model)
 
 
 def _fields(scores: Sequence[Any], run: Any, flags: LogprobsFlags) -> dict[str, Any]:

@@ -365,7 +365,7 @@ class Generator:
         self,
         prompts: Sequence[np.ndarray],
         *,
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
@@ -378,7 +378,7 @@ class Generator:
 
         Args:
           prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
-          max_tokens: the largest number of new tokens of each prompt.
+          max_tokens: the largest number of new tokens, of all prompts or of each.
           stop: strings that end a continuation.
           stop_ids: token ids that end a continuation.
           indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
@@ -389,20 +389,26 @@ class Generator:
           UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
         """
         prompts = [self._checked(prompt) for prompt in prompts]
-        for name, value, smallest in (
-            ("max_tokens", max_tokens, 1),
-            ("chunk_tokens", chunk_tokens, 0),
+        limits = np.broadcast_to(max_tokens, len(prompts)).tolist()
+        for name, values, smallest in (
+            ("max_tokens", limits, 1),
+            ("chunk_tokens", [chunk_tokens], 0),
         ):
-            if value < smallest:
-                raise UserError(f"invalid value {value} for {name}: expected {smallest} or more")
+            if values and min(values) < smallest:
+                raise UserError(
+                    f"invalid value {min(values)} for {name}: expected {smallest} or more"
+                )
         if not prompts:
             return []
-        batch = Batch(self, prompts, max_tokens, chunk_tokens)
+        batch = Batch(self, prompts, max(limits), chunk_tokens)
         indices_P = np.array(range(len(prompts)) if indices is None else indices, np.int32)
         is_shown = shows_progress and jax.process_index() == 0
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.prefill(progress))
-        outputs = [Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts]
+        outputs = [
+            Output(self.tokenizer, stop, stop_ids, limit, prompt)
+            for limit, prompt in zip(limits, prompts)
+        ]
         # a stream of texts shows that they are generated
         with progress_lines("generating", is_shown=is_shown and stream is None) as progress:
             for num_tokens in itertools.count(1):
@@ -413,7 +419,7 @@ class Generator:
                         stream(index, text)
                 if all(output.finish_reason for output in outputs):
                     break
-                progress(num_tokens, max_tokens)
+                progress(num_tokens, max(limits))
                 logits_BV = batch.decode(tokens_B)
         return [output.result(batch.experts(i)) for i, output in enumerate(outputs)]
 

@@ -20,7 +20,7 @@ from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
-from jaxlc.generation.generator import Generation, Generator
+from jaxlc.generation.generator import Generator
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.agents import (
     FAILED,
@@ -50,7 +50,7 @@ class PolicyRollouts:
     def __init__(self, step: TrainStep, source: Rollouts):
         self._step, self._source = step, source
         self._prompts = (*source.prompts, *source.eval_prompts)
-        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0])
+        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0].text)
         self._agents = make_agents(step.config, source.tokenizer, self._prompts, teacher)
         self._generator = Generator(step, None, source.tokenizer)
 
@@ -142,26 +142,16 @@ class PolicyRollouts:
         padded = batch + batch[:1] * num_more
         generations = self._generator(
             [request.ids for request in padded],
-            max_tokens=max(request.max_tokens for request in batch),
+            max_tokens=[request.max_tokens for request in padded],
             sampling=sampling,
             stop=stops.texts,
             stop_ids=stops.ids,
             indices=[request.number * num_agents + request.agent for request in padded],
         )
-        generations = generations[: len(batch)]
-        return [self._turn(*pair) for pair in zip(batch, generations, strict=True)]
-
-    def _turn(self, request: Request, generation: Generation) -> Turn:
-        """The answer to a request, which may be for fewer tokens than others of its batch."""
-        tokens, experts = generation.tokens[: request.max_tokens], generation.experts
-        is_cut = len(tokens) < len(generation.tokens)
-        return Turn(
-            tokens=tokens,
-            log_probs=generation.log_probs[: len(tokens)],
-            text=self._source.tokenizer.decode(tokens) if is_cut else generation.text,
-            reason="length" if is_cut else generation.finish_reason,
-            experts=None if experts is None else experts[: len(request.ids) + len(tokens) - 1],
-        )
+        return [
+            Turn(x.tokens, x.log_probs, x.text, x.finish_reason, x.experts)
+            for x in generations[: len(batch)]
+        ]
 
 
 class _Rounds:

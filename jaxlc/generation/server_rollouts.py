@@ -10,9 +10,10 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,12 +24,12 @@ from jaxlc.config import Config
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, local_path
+from jaxlc.core.files import displayed, local_path, write_errors_explained
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.policy_rollouts import HELDOUT, means_of, prompts_of_step
-from jaxlc.hf.adapters import WEIGHTS_FILE, write_adapters
+from jaxlc.hf.adapters import WEIGHTS_FILE, Params, write_adapters
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder
+from jaxlc.models import decoder, lora
 from jaxlc.posttrain.agents import Request, Turn, check_failures, make_agents, seed_of
 from jaxlc.posttrain.rollouts import Rollouts, on_process_0, write_rollouts
 from jaxlc.posttrain.server import Server, open_teacher
@@ -45,15 +46,16 @@ class ServerRollouts:
         Raises:
           UserError: the agent or the reward cannot be loaded.
         """
-        self._config, self._source, self._workdir = step.config, source, source.workdir
+        self._config, self._source = step.config, source
         self._prompts = (*source.prompts, *source.eval_prompts)
         setting = step.config.rollouts.server_directory
         directory = local_path(setting) if setting else source.workdir / ADAPTERS
         self._directory = directory.absolute()
-        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0])
+        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0].text)
         self._agents = make_agents(step.config, source.tokenizer, self._prompts, teacher)
-        original = original_of(step.config.model.init_from, source.workdir)
-        stops = stops_of(step.config, source.tokenizer, original)
+        self._checkpoints = source.workdir / CHECKPOINTS_DIRECTORY
+        self._original = original_of(step.config.model.init_from, source.workdir)
+        stops = stops_of(step.config, source.tokenizer, self._original)
         url = step.config.rollouts.server
         self._server = Server(url=url, config=step.config, stops=stops)
         self._asked: set[int] = set()  # steps
@@ -67,7 +69,7 @@ class ServerRollouts:
         Raises:
           UserError: the server cannot be reached, or must be started in another way.
         """
-        probe = self._source.tokenizer, self._prompts[0]
+        probe = self._source.tokenizer, self._prompts[0].text
         on_process_0(lambda: self._submit(self._server.check(*probe)).result())
         place = displayed(self._directory)
         return [f"rollouts   by the server {self._config.rollouts.server}; adapters in {place}"]
@@ -135,46 +137,39 @@ class ServerRollouts:
         """Writes the adapter of a version, unless it exists, and removes those that no resumed run
         needs.
         """
-        config, target = self._config, self._directory / str(version)
+        target = self._directory / str(version)
         if broadcast_one_to_all(np.int32(target.is_dir())):
             return
-        partial = target.with_name(f"{version}.partial{jax.process_index()}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        original = original_of(config.model.init_from, self._workdir)
-        base = None if original is None else original.config_json()
-        family, prefix = family_of(base, config.model), ""
+        gathered = _gathered(params, self._config)
+        on_process_0(lambda: self._write_version(gathered, target))
+
+    def _write_version(self, params: Params, target: Path) -> None:
+        config, original = self._config, self._original
+        family, prefix = family_of(original and original.config_json(), config.model), ""
         if original is not None and original.has_images:
             prefix = [*family.multimodal_prefixes][-1]
-        write_adapters(config, family, _Gathered(params, config), partial, prefix=prefix)
-        if jax.process_index() != 0:
-            shutil.rmtree(partial)
-
-        def replace_versions() -> None:
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with write_errors_explained(partial, "use another config.rollouts.server_directory"):
+            partial.mkdir(parents=True)
+            write_adapters(config, family, params, partial, prefix=prefix)
             partial.rename(target)
-            saved = committed_steps(self._workdir / CHECKPOINTS_DIRECTORY)
-            first = min([version, *saved] if saved else [0]) - config.rollouts.lag
-            for other in self._directory.iterdir():
-                if other.name.isdigit() and int(other.name) < first:
-                    shutil.rmtree(other)
-
-        on_process_0(replace_versions)
+        version, saved = int(target.name), committed_steps(self._checkpoints)
+        first = min([version, *saved] if saved else [0]) - config.rollouts.lag
+        for other in self._directory.iterdir():
+            if other.name.isdigit() and int(other.name) < first:
+                shutil.rmtree(other)
 
 
-class _Gathered:
-    """Parameters of a training state, gathered when they are read; every process reads them."""
-
-    def __init__(self, params: dict, config: Config):
-        model = config.model
-        self.abstract = dict(
-            paths_of(decoder.abstract_params(model, model.vocab_size, config.lora))
-        )
-        self._params = dict(paths_of(params))
-
-    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        arrays = {path: process_allgather(self._params[path], tiled=True) for path in paths}
-        shapes = {path: self.abstract[path].shape for path in arrays}
-        return {path: x[tuple(map(slice, shapes[path]))] for path, x in arrays.items()}
+def _gathered(params: dict, config: Config) -> Params:
+    """The trained parameters of a training state; every process calls it."""
+    model, dims = config.model, decoder.dims_of(config.model, config.lora)
+    trained, _ = lora.split(params, lora.frozen_names(config, lora.names_of(dims)))
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
+    arrays = {path: process_allgather(x, tiled=True) for path, x in paths_of(trained)}
+    for path, x in arrays.items():  # without padding of the vocabulary
+        arrays[path] = x[tuple(map(slice, abstract[path].shape))]
+    return SimpleNamespace(abstract=abstract, read=lambda paths: {x: arrays[x] for x in paths})
 
 
 class _Version:

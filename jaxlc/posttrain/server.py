@@ -9,10 +9,8 @@ import http.client
 import io
 import json
 import os
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +20,13 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import raise_all, reason_of
+from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.posttrain.agents import FAILED, Request, SamplerError, Teacher, Turn
 from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
 from jaxlc.posttrain.rewards import in_thread
 from jaxlc.posttrain.rollouts import on_process_0
-from jaxlc.posttrain.traces import Prompt
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too
 _RETRY_SECONDS = 0.5
@@ -61,29 +59,30 @@ class Server:
           SamplerError: there is no answer within rollouts.server_seconds.
           _Refused: the server refuses the request.
         """
-        limit = self.config.rollouts.server_seconds
-        end, reason = time.monotonic() + limit, ""
-        while (left := end - time.monotonic()) > 0:
-            try:
-                return await asyncio.wrap_future(in_thread(lambda: self._send(path, body, left)))
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                reason = reason_of(error)
-            await asyncio.sleep(_RETRY_SECONDS)
-        raise SamplerError(
-            f"the server {self.url} gave no answer to {path} in {limit:g} s"
-            f" (config.rollouts.server_seconds; {reason}): start it again, then run the same command again to resume"
-        )
+        limit, reason = self.config.rollouts.server_seconds, "the request is still running"
+        try:
+            async with asyncio.timeout(limit):
+                while True:
+                    try:
+                        return await asyncio.wrap_future(in_thread(lambda: self._send(path, body)))
+                    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                        reason = reason_of(error)
+                    await asyncio.sleep(_RETRY_SECONDS)
+        except TimeoutError:
+            raise SamplerError(
+                f"the server {self.url} gave no answer to {path} in {limit:g} s"
+                f" (server_seconds; {reason}): start it again, then run the same command again to resume"
+            ) from None
 
-    def _send(self, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
+    def _send(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
-        url = self.url.rstrip("/") + path
         data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
+        seconds = self.config.rollouts.server_seconds  # without bytes
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url, data, headers), timeout=seconds
-            ) as response:
+            with urllib.request.urlopen(request, timeout=seconds) as response:
                 content = response.read()
                 is_json = response.headers.get_content_type() == "application/json"
                 return json.loads(content) if is_json else content.decode()
@@ -138,8 +137,7 @@ class Server:
         )
         for has_loaded in (False, True):
             try:
-                answer = await self.post("/v1/completions", body)
-                return self._turn(request, answer["choices"][0])
+                return self._turn(request, await self._completed(body))
             except _Refused as error:
                 if has_loaded or error.status != http.client.NOT_FOUND:
                     raise SamplerError(
@@ -147,6 +145,9 @@ class Server:
                     ) from error
             await self.load(name, adapter)
         raise AssertionError
+
+    async def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
+        return (await self.post("/v1/completions", body))["choices"][0]
 
     def _turn(self, request: Request, choice: dict[str, Any]) -> Turn:
         if choice["prompt_token_ids"] != request.ids.tolist():
@@ -164,81 +165,99 @@ class Server:
             experts=experts if self.config.posttrain.replay_routing else None,
         )
 
+    async def scores(
+        self, tokens: np.ndarray, in_loss: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each of the n tokens in the loss: its log-probability, float32 [n], the
+        posttrain.teacher_top_k most probable tokens, int32 [n, k], and their log-probabilities.
+
+        Raises:
+          SamplerError: the server does not give them.
+          UserError: it has another vocabulary.
+        """
+        top_k = self.config.posttrain.teacher_top_k
+        body = dict(prompt=tokens.tolist(), max_tokens=1, prompt_logprobs=top_k)
+        try:
+            rows = np.extract(in_loss, (await self._completed(body))["prompt_logprobs"])
+            own = [row[str(token)]["logprob"] for row, token in zip(rows, tokens[in_loss])]
+            pairs = [
+                sorted((-x["logprob"], int(i)) for i, x in row.items())[:top_k] for row in rows
+            ]
+            minus_log_probs, best = np.reshape(pairs, (len(rows), top_k, 2)).transpose(2, 0, 1)
+        except (_Refused, LookupError, ValueError) as error:
+            raise SamplerError(
+                f"the server {self.url} does not give {top_k} log-probabilities for each token of a"
+                f" prompt ({reason_of(error)}): start it with --max-logprobs={top_k} or more, and a"
+                f" --max-model-len of more than {len(tokens)}"
+            ) from error
+        end, expected = self.config.model.vocab_size, "a model with the vocabulary of the tokenizer"
+        check_range("token", best, end, f"answer of the server {self.url}", expected)
+        return np.float32(own), best.astype(np.int32), -minus_log_probs.astype(np.float32)
+
     async def taught(self, tokenizer: Tokenizer, record: dict[str, Any]) -> dict[str, Any]:
         """The record of an answer, with the candidates of a teacher for the tokens in the loss.
 
         Raises:
-          SamplerError: the server gives fewer candidates than posttrain.teacher_top_k.
+          SamplerError, UserError: as `scores`.
         """
         if FAILED in record:  # it may have no tokens
             return record
-        top_k = self.config.posttrain.teacher_top_k
-        body = dict(prompt=record["tokens"], max_tokens=1, prompt_logprobs=top_k)
-        try:
-            choice = (await self.post("/v1/completions", body))["choices"][0]
-            rows = np.extract(record["loss_mask"], choice["prompt_logprobs"])
-            pairs = [
-                sorted((x["logprob"], int(i)) for i, x in row.items())[-top_k:] for row in rows
-            ]
-            log_probs, tokens = np.reshape(pairs, (-1, top_k, 2)).transpose(2, 0, 1)
-        except (_Refused, LookupError, ValueError) as error:
-            raise SamplerError(
-                f"the server {self.url} does not give {top_k} log-probabilities for each token of a"
-                f" prompt ({reason_of(error)}): start it with --max-logprobs={top_k} or more"
-            ) from error
-        arrays = map(encoded_array, (tokens.astype(np.int32), log_probs.astype(np.float32)))
-        return record | dict(zip(TEACHER_FIELDS, (*arrays, tokenizer.fingerprint)))
+        in_loss = np.array(record["loss_mask"], bool)
+        _, *arrays = await self.scores(np.array(record["tokens"]), in_loss)
+        values = *map(encoded_array, arrays), tokenizer.fingerprint
+        return record | dict(zip(TEACHER_FIELDS, values))
 
-    async def check(self, tokenizer: Tokenizer, prompt: Prompt, is_teacher: bool = False) -> None:
-        """Probes the server, of the policy or of a teacher.
+    async def check(self, tokenizer: Tokenizer, text: str = "", is_teacher: bool = False) -> str:
+        """Probes the server, of the policy or of a teacher, with a text. Returns the name of its model.
 
         Raises:
           UserError: how to start it instead.
           SamplerError: it cannot be reached.
         """
         models = (await self.post("/v1/models"))["data"]
-        name = models[0]["id"]
-        text = prompt.text[:1000] + _PROBE_TEXT
+        name, text = models[0]["id"], text[:1000] + _PROBE_TEXT
+        ids = tokenizer.encode(text.encode())
         body = dict(model=name, prompt=text, add_special_tokens=False)
-        tokens = (await self.post("/tokenize", body))["tokens"]
-        choices = []
-        if is_teacher:
-            ids = prompt.ids.tolist()
-            await self.taught(tokenizer, dict(tokens=[*ids, 0], loss_mask=[0] * len(ids) + [1]))
-        for temperature in () if is_teacher else (1.0, 0.5):
-            body = dict(model=name, prompt=prompt.ids.tolist(), max_tokens=1, logprobs=5)
-            body |= dict(temperature=temperature, seed=0, top_p=1.0, **_PLAIN_SAMPLING)
-            choices.append((await self.post("/v1/completions", body))["choices"][0])
+        theirs = (await self.post("/tokenize", body))["tokens"]
         longest = max(model.get("max_model_len") or 0 for model in models)
-        ours = tokenizer.encode(text.encode()).tolist()
-        raise_all(
-            f"the server {self.url} {problem}"
-            for problem in self._problems(longest, tokens == ours, choices)
-        )
-
-    def _problems(
-        self, longest: int, has_tokenizer: bool, choices: list[dict[str, Any]]
-    ) -> Iterator[str]:
-        config = self.config
-        needed = config.data.seq_len + (1 if choices else 2)
+        data, problems = self.config.data, []
+        needed = data.seq_len + 1 + is_teacher
         if longest < needed:
-            yield f"has max_model_len={longest}: start it with --max-model-len={needed} or more"
-        if not has_tokenizer:
-            yield f"has another tokenizer: start it with the one of config.data.tokenizer={config.data.tokenizer!r}"
-        if not choices:
-            return
+            problems.append(
+                f"has max_model_len={longest}: start it with --max-model-len={needed} or more"
+            )
+        if theirs != ids.tolist():
+            problems.append(
+                f"has another tokenizer: start it with the one of config.data.tokenizer={data.tokenizer!r}"
+            )
+        if not is_teacher:
+            problems += await self._policy_problems(name, ids[:8].tolist())
+        raise_all(f"the server {self.url} {problem}" for problem in problems)
+        if is_teacher:
+            await self.scores(ids[:8], np.arange(len(ids[:8])) > 0)
+        return name
+
+    async def _policy_problems(self, name: str, ids: list[int]) -> list[str]:
+        body = dict(model=name, prompt=ids, max_tokens=1, logprobs=5, seed=0, top_p=1.0)
+        choices = [
+            await self._completed(body | dict(temperature=temperature, **_PLAIN_SAMPLING))
+            for temperature in (1.0, 0.5)
+        ]
         # log-probabilities at half the temperature differ by twice as much
         spreads = [np.ptp([*x["logprobs"]["top_logprobs"][0].values()]) for x in choices]
+        problems = []
         if not np.isclose(spreads[1], 2 * spreads[0], rtol=0.05, atol=0.02):
-            yield (
+            problems.append(
                 "returns log-probabilities before the temperature: start it with --logprobs-mode=processed_logprobs"
             )
-        if config.posttrain.replay_routing and not choices[0].get("routed_experts"):
-            yield "returns no experts: start it with --enable-return-routed-experts"
+        if self.config.posttrain.replay_routing and not choices[0].get("routed_experts"):
+            problems.append("returns no experts: start it with --enable-return-routed-experts")
+        return problems
 
 
-def open_teacher(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Teacher | None:
-    """`Server.taught` of config.rollouts.teacher_server, after it was probed by process 0; None without one.
+def open_teacher(config: Config, tokenizer: Tokenizer, text: str) -> Teacher | None:
+    """`Server.taught` of config.rollouts.teacher_server, after process 0 probed it with a text; None without
+    one.
 
     Raises:
       UserError: as `Server.check`, in all processes.
@@ -246,7 +265,7 @@ def open_teacher(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Teache
     if not config.rollouts.teacher_server:
         return None
     teacher = Server(url=config.rollouts.teacher_server, config=config, stops=Stops([], []))
-    probe = partial(teacher.check, tokenizer, prompt, True)
+    probe = partial(teacher.check, tokenizer, text, True)
     # in a thread, since a notebook has an event loop
     on_process_0(lambda: in_thread(lambda: asyncio.run(probe())).result())
     return partial(teacher.taught, tokenizer)

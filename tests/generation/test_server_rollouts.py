@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from jaxlc.cli.inference import logprobs_main
 from jaxlc.config import Config, load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.encoder import Stops, stops_of
@@ -53,14 +54,14 @@ def config_of(server: StandIn, **rollouts) -> Config:
     config.data.update(tokenizer="bytes", seq_len=1024)
     config.model.vocab_size = 257
     config.rollouts.update(source="server", server=server.url, server_max_loras=4)
-    config.rollouts.update(server_seconds=2.0, **rollouts)
+    config.rollouts.update(dict(server_seconds=2.0) | rollouts)
     return load(config)
 
 
 def checked(standin: StandIn, **rollouts) -> Server:
     config = config_of(standin, **rollouts)
     server = Server(url=standin.url, config=config, stops=Stops([256], []))
-    asyncio.run(server.check(load_tokenizer("bytes"), PROMPT))
+    asyncio.run(server.check(load_tokenizer("bytes"), PROMPT.text))
     return server
 
 
@@ -109,9 +110,9 @@ def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, wo
     config, tokenizer = load(config), load_tokenizer("bytes")
     if words:
         with pytest.raises(UserError, match=words):
-            open_teacher(config, tokenizer, PROMPT)
+            open_teacher(config, tokenizer, PROMPT.text)
         return
-    agents = make_agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT))
+    agents = make_agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT.text))
     object.__setattr__(agents, "agent", answer_once)
     object.__setattr__(agents, "reward", lambda *_: 1.0)
     policy = _Version(checked(standin), "base", tmp_path, 7, 2)
@@ -126,6 +127,71 @@ def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, wo
         tokens, log_probs = (trace.teacher[f"teacher_{x}"][mask] for x in ("tokens", "log_probs"))
         np.testing.assert_array_equal(tokens, np.array(best, int))
         np.testing.assert_array_equal(log_probs, np.float32(expected))
+
+
+def test_server_seconds_limits_the_whole_request(standin):
+    """Not the time without a byte."""
+    standin.byte_seconds = 0.2
+    with pytest.raises(UserError, match=r"to /v1/models in 1 s .*the request is still running"):
+        checked(standin, server_seconds=1.0)
+
+
+def command_for(server: StandIn, directory: Path, *more: str) -> list[str]:
+    records = [dict(prompt=f"{x} and", completion=f" {x + 1}", truncated=True) for x in range(3)]
+    chat = [dict(role="user", content="2 + 2"), dict(role="assistant", content="4")]
+    traces = [*records, dict(messages=chat)]
+    (directory / "traces.jsonl").write_text("".join(json.dumps(x) + "\n" for x in traces))
+    files = str(directory / "traces.jsonl"), str(directory / "out.jsonl")
+    flags = "--tokenizer=bytes", "--chat_template=chatml", "--server_seconds=1"
+    return ["jaxlc logprobs", server.url, *files, *flags, *more]
+
+
+def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_path, capsys):
+    command, out = command_for(standin, tmp_path, "--top_k=3"), tmp_path / "out.jsonl"
+    assert logprobs_main(command) == 0
+    config = read_config("agent_128k:mini")
+    config.data.update(tokenizer="bytes", seq_len=128, chat_template="chatml", traces=(str(out),))
+    config.model.vocab_size, config.posttrain.loss, config.posttrain.teacher_top_k = 257, "", 3
+    config.rollouts = {}
+    for trace in open_traces(load(config), load_tokenizer("bytes")).train.traces:
+        ids, places = trace.tokens.tolist(), np.flatnonzero(trace.in_loss).tolist()
+        rows = [standin.candidates(ids, i, 3) for i in places]
+        own = [row[str(ids[i])]["logprob"] for row, i in zip(rows, places)]
+        best = [sorted(row, key=lambda x: row[x]["rank"])[:3] for row in rows]
+        np.testing.assert_array_equal(trace.teacher["teacher_tokens"][places], np.array(best, int))
+        recorded = trace.log_probs["reference_log_probs"][places]
+        np.testing.assert_array_equal(recorded, np.float32(own))
+    # a run that is killed while it writes the second record asks for each of the others once
+    whole, lines = out.read_bytes(), out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(lines[0] + lines[1][:9])
+    standin.log.clear()
+    assert logprobs_main(command) == 0 and out.read_bytes() == whole
+    asked = [x["prompt"] for path, x in standin.log if path == "/v1/completions"]
+    assert len(asked) == 4  # a probe and 3 records
+    assert logprobs_main(command) == 0 and out.read_bytes() == whole
+    assert "4 records, 4 of them in earlier runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changed, flag, words",
+    [
+        (dict(token_shift=1), "--top_k=3", "has another tokenizer"),
+        (dict(candidates=lambda *_: {str(x): dict(logprob=x - 300) for x in range(300)}),
+         "--top_k=3", "token 299, expected a model with the vocabulary of the tokenizer"),
+        (dict(max_logprobs=2), "--top_k=3", "start it with --max-logprobs=3"),
+        (dict(num_errors=99), "--top_k=3", "gave no answer to /tokenize in 1 s"),
+        (dict(), "--entropy=True", "--entropy has no effect with the source http"),
+        (dict(), "--top_k=1", "does not give its tokenizer: set --tokenizer"),
+    ],
+)  # fmt: skip
+def test_logprobs_refuses_a_server(standin, tmp_path, capsys, changed, flag, words):
+    vars(standin).update(changed)
+    command = command_for(standin, tmp_path, flag)
+    if "--tokenizer" in words:
+        command.remove("--tokenizer=bytes")
+    assert logprobs_main(command) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -305,6 +371,15 @@ def test_two_processes_have_the_rollouts_of_one_and_fail_together(source, standi
     losses = [[row["loss"] for row in rows(run) if "loss" in row] for run in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     (tmp_path / "reward.py").write_text("def reward(*args):\n    raise ValueError('no judge')\n")
+    if source == "server":  # process 0 cannot write the tensors of an adapter
+        adapters = tmp_path / "adapters"
+        adapters.mkdir()
+        (adapters / "0.partial").touch()
+        more = settings | dict(rollouts__server_directory=adapters)
+        pair = start_pair("agent_128k:mini", tmp_path / "unwritten", **more)
+        assert "cannot write to" in finish(pair[0], 2)
+        output, _ = pair[1].communicate(timeout=helpers.TIMEOUT_SECONDS)
+        assert pair[1].returncode and "process 0 could not make the rollouts" in output
     settings |= dict(rollouts__reward=f"{tmp_path}/reward.py:reward", rollouts__max_failed=0)
     pair = start_pair("agent_128k:mini", tmp_path / "bad", **settings)
     assert "no judge" in finish(pair[0], 2)
