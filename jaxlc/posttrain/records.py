@@ -48,7 +48,6 @@ import base64
 import dataclasses
 import hashlib
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -84,6 +83,7 @@ TEACHER = ("teacher_tokens", "teacher_log_probs")
 TEACHER_FIELDS = (*TEACHER, "teacher_tokenizer")
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
 LOG_PROBS = ("sampled_log_probs", "old_log_probs", "reference_log_probs")
+_FLOAT32_END = 3.4e38
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
 
@@ -260,7 +260,7 @@ class TraceReader:
         for name in TEACHER:
             try:
                 arrays.append(_array_of_file(values[name]))
-            except (KeyError, ValueError, TypeError) as error:
+            except Exception as error:  # numpy raises several for wrong headers
                 raise BadRecord(f"{where}: {name} is no array ({reason_of(error)})") from error
         tokens, log_probs = arrays
         is_valid = tokens.ndim == 2 and np.issubdtype(tokens.dtype, np.integer)
@@ -371,7 +371,11 @@ def _values(record: Record) -> dict[str, Any]:
     """The fields that are not null."""
     if isinstance(record.values, BadRecord):
         raise record.values
-    return {name: x for name, x in record.values.items() if x is not None}
+    values = {name: x for name, x in record.values.items() if x is not None}
+    for name in {"label", "truncated"} & values.keys():
+        if values[name] not in (True, False):
+            raise BadRecord(f"{record.where}: {name} is {values[name]!r}, expected true or false")
+    return values
 
 
 def _check_text(values: Mapping[str, Any], where: str) -> None:
@@ -409,13 +413,10 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise BadRecord(
             f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
         )
-    label = values.get("label")
-    if label not in (None, True, False):
-        raise BadRecord(f"{where}: label is {label!r}, expected true or false")
-    fields |= dict(policy_step=policy_step, label=label)
+    fields |= dict(policy_step=policy_step, label=values.get("label"))
     for name in {"reward", "advantage"} & values.keys():
         value = values[name]
-        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+        if not (isinstance(value, (int, float)) and abs(value) < _FLOAT32_END):
             raise BadRecord(f"{where}: {name} is {value!r}, expected a finite number")
         fields[name] = float(value)
     return fields
@@ -449,9 +450,10 @@ def recorded_experts(
     dtype, num_experts = experts_dtype(model), model.experts.num_experts
     num_layers, num_chosen = dtype.shape
     first = values.get("routed_experts_start_len", 0)
-    if not isinstance(first, int):
+    if not isinstance(first, int) or not 0 <= first < num_tokens:
         raise BadRecord(
-            f"{where}: routed_experts_start_len is {kind_of(first)}, expected an integer"
+            f"{where}: routed_experts_start_len is {first!r}, expected an integer from 0 to"
+            f" {num_tokens - 1}"
         )
     rows = _expert_rows(values, num_tokens - 1 - first, num_chosen, where)
     expected = num_tokens - 1 - first, num_chosen
@@ -470,7 +472,7 @@ def recorded_experts(
     if rows.shape[1] != num_layers:
         rows = rows[:, model.layers_with_experts]
     end = np.iinfo(rows.dtype).max
-    is_missing = (rows == -1) | ((rows == end) & (end >= num_experts))
+    is_missing = rows == (end if rows.dtype.kind == "u" and end >= num_experts else -1)
     experts = np.where(is_missing, 0, rows)
     expected = (
         f"0 to {num_experts - 1} (config.model.experts.num_experts); record it with this model"
@@ -495,7 +497,7 @@ def _expert_rows(
     try:
         rows = _array_of_file(value, values.get("routed_experts_dtype", "int32"))
         return rows.reshape(num_rows, -1, num_chosen) if rows.ndim == 1 else rows
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # numpy raises several for wrong headers
         raise BadRecord(
             f"{where}: routed_experts is no array of {num_rows} rows of {num_chosen} experts in each layer"
             f" ({reason_of(error)}); record them with this model"

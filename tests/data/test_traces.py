@@ -713,6 +713,12 @@ def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
         (dict(routed_experts=text(npy(ROUTED - 9))), "expert -"),
         (dict(routed_experts="a text"), "is no array of 6 rows"),
         (dict(routed_experts=text(npy(ROUTED)), routed_experts_start_len="1"), "expected an integer"),
+        (dict(routed_experts=text(npy(experts_of(9))), routed_experts_start_len=-2), "from 0 to 6"),
+        (dict(routed_experts=text(npy(np.full((6, 2, 2), 127, "i1")))), "expert 127, expected 0"),
+        (dict(routed_experts=text(npy(ROUTED).replace(b"(6, 2, 2), }   ", b"(10000000000,)}"))), "is no array"),
+        (dict(routed_experts=text(npy(ROUTED).replace(b"(6, 2, 2), }", b"(((((((((((("))), "is no array"),
+        (dict(routed_experts=text(npy(ROUTED)), truncated="no"), "truncated is 'no', expected true"),
+        (dict(routed_experts=text(npy(ROUTED)), reward=10**400), "reward is 1.*, expected a finite"),
         (dict(routed_experts=text(npy(np.array([None])))), "is no array of 6 rows"),
         (dict(routed_experts=text(ROUTED.astype("i4").tobytes()[4:])), "is no array of 6 rows"),
         (dict(routed_experts=text(b""), routed_experts_dtype="int3"), "is no array of 6 rows"),
@@ -720,7 +726,7 @@ def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
 )  # fmt: skip
 def test_experts_of_another_model_or_of_other_tokens_raise(tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
-        opened(tmp_path, [answer([6, 7], reward=1.0, **fields)], **REPLAY)
+        opened(tmp_path, [answer([6, 7], **dict(reward=1.0) | fields)], **REPLAY)
 
 
 def test_own_batches_with_wrong_experts_raise():
