@@ -50,15 +50,19 @@ def step_of(axes=(), memory=(), model=EXPERTS, *, replays=True, **attention):
     return small_step(config)
 
 
-def policy_rows():
-    """Each document is an answer with an advantage; documents 2 and 3 of the second row continue 1."""
+def policy_rows(shared_prefixes=False):
+    """Each document is an answer with an advantage; with `shared_prefixes`, documents 2 and 3 of the
+    second row continue 1.
+    """
     rows = natural_rows()
     for row in rows:
         segments = row["segment_ids"]
         row["advantages"] = np.where(segments % 2, 1.0, -0.5).astype(np.float32)
         row["answer_weights"] = np.full(len(segments), 0.1, np.float32)
-        row["prefix_ids"] = np.zeros((len(segments), 1), np.int32)
-    rows[1]["prefix_ids"][np.isin(rows[1]["segment_ids"], (2, 3))] = 1
+        if shared_prefixes:
+            row["prefix_ids"] = np.zeros((len(segments), 1), np.int32)
+    if shared_prefixes:
+        rows[1]["prefix_ids"][np.isin(rows[1]["segment_ids"], (2, 3))] = 1
     return rows
 
 
@@ -126,7 +130,7 @@ def test_replay_of_the_own_choice_equals_none_bitwise(axes, memory, model, atten
     """Also where half of the tokens have no record. A shift by one token, and a swap of two layers,
     change the gradients.
     """
-    rows, step = policy_rows(), step_of(axes, memory, model, **attention)
+    rows, step = policy_rows(**attention), step_of(axes, memory, model, **attention)
     params = params_of(step)
     plain, whole = (
         step_of(axes, memory | sizes, model, replays=False, **attention)
@@ -160,7 +164,7 @@ def rows_of(prompts, answers) -> list[dict[str, np.ndarray]]:
     for prompt, answer in zip(prompts, answers):
         tokens = np.append(prompt, answer.tokens)
         end, in_loss = len(tokens) - 1, slice(len(prompt) - 1, len(tokens) - 1)
-        row = {name: np.zeros(96, x.dtype) for name, x in policy_rows()[0].items()}
+        row = {name: np.zeros_like(x) for name, x in policy_rows()[0].items()}
         row["tokens"][:end], row["targets"][:end] = tokens[:-1], tokens[1:]
         row["positions"][:end], row["segment_ids"][:end] = np.arange(end), 1
         row["experts"] = np.full((96, *answer.experts.shape[1:]), 255, np.uint8)
