@@ -37,7 +37,8 @@ def test_progress_in_terminal_is_one_bar_that_is_removed(monkeypatch, capsys):
     monkeypatch.setattr(text, "_is_terminal", lambda: True)
     monkeypatch.setattr(text, "_SECONDS_BETWEEN_BARS", 0.02)
     size = os.terminal_size((100, 24))
-    monkeypatch.setattr(text.shutil, "get_terminal_size", lambda: is_drawn.set() or size)
+    # pytest asks for the width as well, with a fallback.
+    monkeypatch.setattr(text.shutil, "get_terminal_size", lambda *_, **__: is_drawn.set() or size)
     with text.progress_lines("reading") as update, text.progress_lines("compiling"):
         update(1, 4)
         is_drawn.wait(10)
