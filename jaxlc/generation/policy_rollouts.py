@@ -193,7 +193,7 @@ class _Rounds:
         return [request for request, _ in batch]
 
     def answer(self, turns: list[Turn]) -> None:
-        for future, turn in zip(self._answered, turns):
+        for future, turn in zip(self._answered, turns, strict=True):
             self._loop.call_soon_threadsafe(future.set_result, turn)
 
 
