@@ -39,6 +39,7 @@ class StandIn(ThreadingHTTPServer):
     delay_seconds = 0.0
     byte_seconds = 0.0  # between the bytes of an answer
     num_errors = 0  # answers with status 503 before others
+    locked = ""  # a path that needs an API key
     answer: Answer | None = None
     max_logprobs = 20  # --max-logprobs
     # layers, experts of a layer, experts of a token: --enable-return-routed-experts
@@ -136,6 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         if server.num_errors:
             server.num_errors -= 1
             self._send(503, dict(error=dict(message="overloaded")))
+        elif self.path == server.locked:
+            self._send(401, dict(error="Unauthorized"))
         elif self.path == "/tokenize":
             tokens = [token + server.token_shift for token in body["prompt"].encode()]
             self._send(200, dict(tokens=tokens, count=len(tokens)))

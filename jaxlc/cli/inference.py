@@ -330,9 +330,8 @@ class LogprobsFlags(ModelFlags):
     top_k: int = 0
     step: int | None = None  # checkpoint to use; default: the latest
     tokenizer: str = ""  # of a server: "bytes", a directory or a hub id
-    server_seconds: Above0[float] = (
-        600.0  # a server: the command ends if a request has no answer in this time
-    )
+    # a server: the command ends if a request has no answer in this time
+    server_seconds: Above0[float] = 600.0
 
     @property
     def is_server(self) -> bool:

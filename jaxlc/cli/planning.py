@@ -245,7 +245,7 @@ def grid(config: Config, num_devices: int, flags: SweepFlags) -> list[Point]:
 
     With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is skipped where
     context has no divisor that splits it into an all-to-all group and a ring: it would equal ulysses or ring. The
-    global batch size is that of `config`. Gradient accumulation steps follow from the number of replicas, so that the
+    global batch size does not change. Gradient accumulation steps follow from the number of replicas, so that the
     microbatch per replica stays the same. Points that the config checks reject are included.
 
     Raises:
@@ -335,7 +335,7 @@ class RecommendFlags(NodeFlags):
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
-    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or lengths such as
+    # times for packed sequences with these documents, as in jaxlc plan: corpus, mix, or lengths such as
     # 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
     document_lengths: str = ""
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M

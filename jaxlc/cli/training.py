@@ -203,7 +203,7 @@ class ProfileFlags(VerbFlags):
     positional = ("trace",)
 
     trace: str  # WORKDIR/profile, a trace directory, or a .xplane.pb file
-    plan: str = ""  # JSON file of jaxlc plan --json; default: that of the traced step
+    plan: str = ""  # JSON file of jaxlc plan --json; default: a plan of the traced step
     topology: str = ""  # GPUs of the run, such as h100:1x8; default: as recorded
     constants: str = ""  # JSON file of measured constants, as for jaxlc plan
     steps: int = 0  # number of traced steps; 0: as recorded

@@ -37,7 +37,7 @@ class Init:
     a random key for each parameter, derived from one key.
 
     The keys equal those of `flax.nnx.Rngs`. Its counters are arrays; to update them takes a third
-    of the time in which JAX traces the initialization. Keys of adapters do not change those of the
+    of the time in which JAX traces the initialization. Adapters do not change the keys of the
     model.
     """
 
@@ -173,10 +173,11 @@ class Block(nnx.Module):
         weights: Mapping[str, Matrix],
         projections: Mapping[str, str],
     ):
-        """
+        """Declares the matrices, as attributes of their names, and their adapters.
+
         Args:
-          weights: the matrices of the block, which become its attributes; as the next of `config.kinds.contract.Block`.
-          projections: name of a product -> its matrix, which the block may lack.
+          weights: from the description of the block, see `config.kinds.contract.Block`.
+          projections: the matrix of each product by the name of the product; the block may lack some.
         """
         names = [name for name, path in projections.items() if path in weights]
         self.matmul = Matmuls(init.fp8, *names)

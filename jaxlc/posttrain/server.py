@@ -35,8 +35,8 @@ _PROBE_TEXT = " 1234567 caf\u00e9 \u4f60\u597d\n\n\tx"
 _PLAIN_SAMPLING = dict(top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
-class _Refused(Exception):
-    """An HTTP status from 400 to 500, and the message of the server."""
+class _Refused(SamplerError):
+    """The server refuses a request, with an HTTP status from 400 to 500."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -71,7 +71,8 @@ class Server:
         except TimeoutError:
             raise SamplerError(
                 f"the server {self.url} gave no answer to {path} in {limit:g} s"
-                f" (server_seconds; {reason}): start it again, then run the same command again to resume"
+                f" (config.rollouts.server_seconds, or --server_seconds of jaxlc logprobs; {reason}): start it"
+                " again, then run the same command again to resume"
             ) from None
 
     def _send(self, path: str, body: dict[str, Any] | None) -> Any:
@@ -90,7 +91,12 @@ class Server:
             message = error.read().decode(errors="replace")[:500]
             # 500: an adapter that vLLM cannot load; 502 and more: it is not ready
             if error.code <= 500:
-                raise _Refused(error.code, message) from error
+                is_locked = error.code == http.client.UNAUTHORIZED
+                advice = f": set {KEY_VARIABLE} to its API key" if is_locked else ""
+                raise _Refused(
+                    error.code,
+                    f"the server {self.url} refuses {path} (HTTP {error.code}: {message}){advice}",
+                ) from error
             raise
 
     async def load(self, name: str, adapter: Path) -> None:
@@ -140,9 +146,7 @@ class Server:
                 return self._turn(request, await self._completed(body))
             except _Refused as error:
                 if has_loaded or error.status != http.client.NOT_FOUND:
-                    raise SamplerError(
-                        f"the server {self.url} refuses a completion: {error}"
-                    ) from error
+                    raise
             await self.load(name, adapter)
         raise AssertionError
 

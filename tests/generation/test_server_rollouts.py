@@ -80,6 +80,8 @@ def adapter_in(directory: Path) -> Path:
         (dict(token_shift=1), "another tokenizer: start it with the one of config.data.tokenizer"),
         (dict(max_model_len=1024), "max_model_len=1024: start it with --max-model-len=1025"),
         (dict(num_errors=99), "gave no answer to /tokenize in 2 s .*start it again"),
+        (dict(locked="/tokenize"), "refuses /tokenize .HTTP 401.*Unauthorized.*set VLLM_API_KEY"),
+        (dict(locked="/v1/completions"), "refuses /v1/completions .HTTP 401.*set VLLM_API_KEY"),
     ],
 )
 def test_probes_refuse_a_server_with_the_flag_to_set(standin, changed, words):

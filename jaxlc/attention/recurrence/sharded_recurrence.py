@@ -137,8 +137,8 @@ def halos(arrays_btW: list[jax.Array], table: GroupTable, ranks: Ranks) -> jax.A
 
 
 def with_halos(x_bGg: jax.Array, halos_bFP: jax.Array, started_bG: jax.Array) -> jax.Array:
-    """The groups with the P tokens before each, [b, G, P + g, ...]: those of the group before it, or
-    of `halos` where a fragment starts.
+    """The groups with the P tokens before each, [b, G, P + g, ...]: the last tokens of the group
+    before it, or `halos` where a fragment starts.
     """
     ends_bGP = x_bGg[:, :-1, -halos_bFP.shape[2] :]
     ends_bGP = jnp.pad(ends_bGP, [(0, 0), (1, 0), *[(0, 0)] * (x_bGg.ndim - 2)])
