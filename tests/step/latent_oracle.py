@@ -175,7 +175,8 @@ def oracle(name: str):
         places_DT[document, : len(places)] = places
     row_D1 = np.array([number for number, _, _ in documents])[:, None]
     tokens, targets, weights = (
-        np.stack([row[key] for row in rows]) for key in ("tokens", "targets", "loss_weights")
+        np.stack([row[key].reshape(len(row[key]), -1)[:, 0] for row in rows])
+        for key in ("tokens", "targets", "loss_weights")
     )
     is_own_DT = np.zeros(places_DT.shape)
     for document, (_, places, own) in enumerate(documents):
@@ -210,12 +211,17 @@ def config_and_rows(name: str, **sections):
 
 
 def tree_row(num_tokens: int) -> dict[str, np.ndarray]:
-    """With random tokens, targets and weights."""
+    """With random tokens, targets and weights. Of the rows of the loss, [tokens, levels], the first of
+    each token is in use.
+    """
     rng, row = np.random.default_rng(0), arrays_of(random_documents(num_tokens, 4), num_tokens, 4)
     tokens, targets = rng.integers(1, 61, (2, num_tokens), dtype=np.int32)
     weights = rng.integers(0, 3, num_tokens) * (row["segment_ids"] > 0).astype(np.float32)
-    row |= dict(tokens=tokens, targets=targets, loss_weights=weights)
-    return row | dict(loss_tokens=np.arange(num_tokens), loss_segments=row["segment_ids"])
+    row |= dict(tokens=tokens, targets=targets)
+    loss = dict(
+        loss_tokens=np.arange(num_tokens), loss_segments=row["segment_ids"], loss_weights=weights
+    )
+    return row | {name: np.pad(x[:, None], [(0, 0), (0, 3)]) for name, x in loss.items()}
 
 
 def errors_of(name: str, **sections) -> tuple[float, float]:
