@@ -22,7 +22,7 @@ from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.analysis import flops_by_rank, imbalance
-from jaxlc.hlo.attention_kernels import AttentionCollective
+from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES, Pass
 from jaxlc.runtime.start import start
 from jaxlc.simulate.time_model import TimeModel

@@ -89,7 +89,7 @@ def residuals(rows: Sequence[dict]) -> list[Residual]:
 
 
 def pairs(rows: Sequence[Residual]) -> tuple[float, int]:
-    """`PAIR_SPREAD` of jaxlc/simulate/interval.py, and the number of pairs that it follows from."""
+    """`PAIR_SPREAD` of jaxlc/simulate/roofline.py, and the number of pairs that it follows from."""
     errors = calibration_fit.paired_errors(rows, max_length_ratio=2)
     return calibration_fit.conformal_quantile(errors), len(errors)
 
@@ -125,7 +125,7 @@ def generated(rows: Sequence[dict], transports: Sequence[dict]) -> str:
             f"- The interval covers {covered} of the {num_runs} held-back runs ({covered / num_runs:.0%}), and"
             f" {calibration_fit.coverage_by_source(folds):.0%} with equal weight for each source.",
             f"- All sources: published time = {math.exp(final.log_scale):.2f} x estimate; 80% interval {low:.2f} to"
-            f" {high:.2f} x estimate. `jaxlc/simulate/interval.py` has `TIME_SCALE = {math.exp(final.log_scale):.3f}`,"
+            f" {high:.2f} x estimate. `jaxlc/simulate/roofline.py` has `TIME_SCALE = {math.exp(final.log_scale):.3f}`,"
             f" `TIME_SPREAD = {final.spread:.3f}`.",
             f"- Two runs of one source with the same model, precision and GPU, of similar length ({num_pairs} pairs):"
             f" the published ratio of their times is within a factor of {math.exp(pair_spread):.2f} of the estimated"

@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.config.schema import SourceConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.data.sequences.loader import batches
-from jaxlc.data.sequences.mixture import MixedSequences
-from jaxlc.data.sequences.packing import packed_source
+from jaxlc.data.sequences.packing import MixedSequences, packed_source
 from jaxlc.data.tokens.store import TokenStore
 from jaxlc.sharding.document_layout import zigzag_order
 

@@ -19,7 +19,7 @@ from benchmarks import memory_cases
 from benchmarks.memory_cases import Baseline, Case, MaxSeqLen
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.simulate.interval import TIME_SCALE
+from jaxlc.simulate.roofline import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"

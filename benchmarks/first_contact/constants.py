@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 # Matrix products of a backward kernel's program per pair of query and key, over the five that rates count: pallas and
-# mosaic compute the scores and the gradient of the weights twice (jaxlc/hlo/attention_kernels.py).
+# mosaic compute the scores and the gradient of the weights twice (jaxlc/hlo/kernel_costs.py).
 _BACKWARD_PRODUCTS = {"cudnn": 5 / 5, "pallas": 7 / 5, "mosaic": 7 / 5, "blockwise": 5 / 5}
 _Rows = list[dict[str, Any]]
 

@@ -21,8 +21,7 @@ from benchmarks.data_path import SOURCES, memory_gib, write_store
 from jaxlc.config import Config, load, read_config
 from jaxlc.config.schema import SourceConfig
 from jaxlc.data.sequences.loader import local_part, spans_of
-from jaxlc.data.sequences.mixture import BalancedSequences, MixedSequences
-from jaxlc.data.sequences.packing import packed_source
+from jaxlc.data.sequences.packing import BalancedSequences, MixedSequences, packed_source
 from jaxlc.data.tokens.store import TokenStore
 from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.simulate.topology import make_mesh, topology

@@ -65,7 +65,7 @@ class AttentionSpec:
     skips_ring_steps: bool = False
     query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
-    small_shared_memory: bool = False  # of the GPU; see block_mask.py
+    small_shared_memory: bool = False  # of the GPU; see `key_ranges`
 
     def __post_init__(self):
         assert self.window is None or (self.causal and self.window > 0), self

@@ -136,7 +136,7 @@ def _data(command: ParsedCommand[DataFlags]) -> int:
 
 
 def _show_data(command: ParsedCommand[DataFlags]) -> int:
-    from jaxlc.data.examples import examples_of_stages
+    from jaxlc.data.report import examples_of_stages
 
     examples = examples_of_stages(command.stages, command.flags.num or 3, print_to_stderr)
     _print_warnings(examples.warnings)
@@ -147,8 +147,7 @@ def _show_data(command: ParsedCommand[DataFlags]) -> int:
 def _report_data(command: ParsedCommand[DataFlags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
-    from jaxlc.data.examples import open_shown
-    from jaxlc.data.report import StageShares, report_text
+    from jaxlc.data.report import StageShares, open_shown, report_text
 
     views, stages, warnings, details = {}, [], {}, {}
     for stage in command.stages:

@@ -21,9 +21,9 @@ from ml_collections import ConfigDict
 
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.checks.stage_checks import SCHEDULE, check_used, contradictions, run_problems
-from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import (
     DEFAULT_PRESET,
+    NAMED_PARTS,
     SECTIONS,
     Config,
     Stage,

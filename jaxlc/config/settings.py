@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from jaxlc.config import differences
+from jaxlc.config import frozen
 from jaxlc.config.frozen import (
     DEFAULT_PRESET,
     SECTIONS,
@@ -376,7 +376,7 @@ class Settings(ConfigDict):
         values = {self._path: self.to_dict()} if self._path else self.to_dict()
         preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
         title = f"Settings of {self._path}" if self._path else "Settings"
-        return differences.as_html(title, values, default_values(preset))
+        return frozen.as_html(title, values, default_values(preset))
 
 
 # not a tuple: a FrozenConfigDict contains no tuples of ConfigDicts

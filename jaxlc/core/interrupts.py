@@ -53,7 +53,7 @@ _sentence = ""  # set while a command runs
 _requested = 0  # the number of the signal that `_handle` got
 _number = signal.SIGINT  # of the last signal
 _undo: list[Callable[[], None]] = []
-_stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.alarm` replaces for a time
+_stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.peers` replaces for a time
 
 
 def install_for_command() -> None:

@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return data_sources.open
     if name in ("Examples", "show"):
-        from jaxlc.data import examples
+        from jaxlc.data import report
 
-        return getattr(examples, name)
+        return getattr(report, name)
     raise AttributeError(f"module 'jaxlc.data' has no attribute {name!r}")

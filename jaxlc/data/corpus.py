@@ -19,9 +19,10 @@ from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress
-from jaxlc.data.sequences.mixture import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import (
+    MixedSequences,
     PackedSequences,
+    PackedText,
     Split,
     overlong_rule,
     packed_source,
@@ -48,8 +49,8 @@ from jaxlc.data.texts.sources import (
     list_files,
     phone_book_file,
 )
+from jaxlc.data.tokens.encoder import Log
 from jaxlc.data.tokens.store import TokenStore, open_store
-from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _CHECKED_TOKENS = 2**24  # at a time

@@ -1,16 +1,27 @@
-"""The report of `jaxlc data report`: documents and tokens of each source by length, and shares and
-epochs per stage.
+"""What `jaxlc data` prints. `report`: documents and tokens of each source by length, and shares and
+epochs per stage. `show`: examples of documents, chats, traces and prompts as a run uses them, with
+their loss mask.
 """
 
-from collections.abc import Sequence
+import functools
+import html
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
-from jaxlc.config import Stage
-from jaxlc.core.text import aligned
+from jaxlc.config import Config, Stage
+from jaxlc.config.loading import load_stages
+from jaxlc.core.errors import checked
+from jaxlc.core.text import aligned, count_text, paragraph, progress_lines
+from jaxlc.data import data_sources
 from jaxlc.data.data_sources import with_epochs
 from jaxlc.data.sequences.source import DataSource, SourceShare, SourceView
+from jaxlc.data.tokens.tokenizers import Tokenizer
 
 # Limits in tokens between the length classes of the report.
 LENGTH_LIMITS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -82,3 +93,172 @@ def report_text(sources: Sequence[SourceView], stages: Sequence[StageShares]) ->
             *aligned([_SHARE_HEADINGS, *rows]),
         ]
     return "\n".join(lines)
+
+
+_FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or without a loss
+_COLOR, _NO_COLOR = "\x1b[32m", "\x1b[0m"  # green
+_BRACKETS = ("⟦", "⟧")
+_LOSS_STYLE = "background:rgba(0,160,90,0.25)"
+_TEXT_STYLE = (
+    "background:transparent;color:currentColor;font-size:12px;margin:4px 0;white-space:pre-wrap"
+)
+# Control characters, which would move the cursor of a terminal, as pictures.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of a document that all have a loss, or all have none."""
+
+    text: str
+    has_loss: bool
+
+
+class Example(NamedTuple):
+    """A document, or the part of it that is in a sequence."""
+
+    heading: str
+    runs: tuple[Run, ...]
+    depth: int = 0  # in a tree of traces
+
+    def marked(self, before: str, after: str, escaped: Callable[[str], str] = str) -> str:
+        """The text, with `before` and `after` around the tokens that have a loss."""
+        return "".join(
+            f"{before}{escaped(text)}{after}" if has_loss else escaped(text)
+            for text, has_loss in self.runs
+        )
+
+
+class SourceExamples(NamedTuple):
+    """Examples of one source."""
+
+    heading: str
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Examples:
+    """Examples of each source; a notebook shows them with colors, and `print` with brackets."""
+
+    sources: tuple[SourceExamples, ...]
+    warnings: tuple[str, ...] = ()
+
+    def text(self, *, color: bool = False) -> str:
+        """The examples with the tokens that have a loss in ANSI colors, or in brackets."""
+        before, after = (_COLOR, _NO_COLOR) if color else _BRACKETS
+        lines = [f"tokens with a loss: {before}{'green' if color else 'in such brackets'}{after}"]
+        for source in self.sources:
+            lines += ["", source.heading]
+            for example in source.examples:
+                text = f"--- {example.heading}\n{example.marked(before, after)}"
+                lines += ["", textwrap.indent(text, "    " * example.depth)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        parts = [paragraph(f"warning: {warning}") for warning in self.warnings]
+        parts.append(paragraph("Tokens with a loss are green."))
+        for source in self.sources:
+            parts.append(paragraph(source.heading))
+            for example in source.examples:
+                text = example.marked(f"<span style='{_LOSS_STYLE}'>", "</span>", html.escape)
+                text = f"{paragraph(example.heading)}<pre style='{_TEXT_STYLE}'>{text}</pre>"
+                parts.append(f"<div style='margin-left:{3 * example.depth}em'>{text}</div>")
+        return "\n".join(parts)
+
+
+@checked
+def show(config: ConfigDict | Config, *, num: int = 3) -> Examples:
+    """Examples of the training data of a config, from its first sequences: what a chat template
+    makes of chats, which tokens have a loss, and where documents begin and end. Sources that are
+    not tokenized yet are tokenized.
+
+    Args:
+      config: a ConfigDict or Config. A source of several stages is shown with the first of them.
+      num: the number of documents or prompts of each source, or of groups of traces.
+    Raises:
+      UserError: the config is invalid, or the data cannot be read.
+    """
+    return examples_of_stages(load_stages(config), num)
+
+
+def examples_of_stages(
+    stages: Sequence[Stage], num: int, log: Callable[[str], None] | None = None
+) -> Examples:
+    """As `show`.
+
+    Args:
+      log: prints one line while a corpus is opened.
+    """
+    sources, warnings = dict[str, SourceExamples](), dict[str, None]()
+    for stage in stages:
+        source = open_shown(stage.config, log)
+        warnings |= dict.fromkeys(source.warnings)
+        for view in source.views():
+            if view.name not in sources:
+                sources[view.name] = _source_examples(view, num, source.tokenizer)
+    return Examples(sources=tuple(sources.values()), warnings=tuple(warnings))
+
+
+def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
+    """What a run trains on; for rollouts of the policy, their prompts.
+
+    Args:
+      log: prints one line while a corpus is opened, and lines about its progress are printed then, too.
+    Raises:
+      UserError: as `data_sources.open`.
+    """
+    progress = functools.partial(progress_lines, is_shown=log is not None)
+    return data_sources.open(
+        config, is_trained=False, progress=progress, log=log or (lambda line: None)
+    )
+
+
+def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> SourceExamples:
+    shown = [tokens for group in islice(view.examples, num) for tokens in group]
+    documents = count_text(len(view.lengths), view.unit)
+    return SourceExamples(
+        _heading(f"{view.name}: {documents},", int(view.lengths.sum()), view.num_loss_tokens),
+        tuple(
+            Example(
+                _heading(f"{title}:", len(tokens), int(has_loss.sum())),
+                tuple(_runs(tokens, has_loss, tokenizer)),
+                depth,
+            )
+            for title, tokens, has_loss, depth in shown
+        ),
+    )
+
+
+def _runs(tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Iterator[Run]:
+    """The runs of a document.
+
+    Args:
+      has_loss: bool [tokens], of the token after each one.
+    """
+    is_trained = np.concatenate([[False], has_loss[:-1]])
+    borders = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(tokens)]
+    for begin, end in zip(borders[:-1], borders[1:]):
+        num_left_out = end - begin - _FIRST_TOKENS - _LAST_TOKENS
+        if num_left_out <= 0:
+            text = _text(tokens, begin, end, tokenizer)
+        else:
+            first, last = (begin, begin + _FIRST_TOKENS), (end - _LAST_TOKENS, end)
+            note = f" ... [{count_text(num_left_out, 'more token')}] ... "
+            text = note.join(_text(tokens, *span, tokenizer) for span in (first, last))
+        yield Run(text, bool(is_trained[begin]))
+
+
+def _text(tokens: np.ndarray, begin: int, end: int, tokenizer: Tokenizer) -> str:
+    """The text of some tokens, which for many tokenizers depends on the token before them."""
+    before = tokens[max(begin - 1, 0) : begin]
+    text = tokenizer.decode(tokens[max(begin - 1, 0) : end], special_tokens=True)
+    return text[len(tokenizer.decode(before, special_tokens=True)) :].translate(_PICTURES)
+
+
+def _heading(start: str, num_tokens: int, num_loss_tokens: int) -> str:
+    return (
+        f"{start} {count_text(num_tokens, 'token')}, {num_loss_tokens:,} with a loss"
+        f" ({num_loss_tokens / num_tokens:.1%})"
+    )

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from jaxlc.hlo.attention_kernels import (
+from jaxlc.hlo.collectives import Collective, HostCopy, find_collectives, find_host_copies
+from jaxlc.hlo.kernel_costs import (
     AttentionCollective,
     AttentionKernelCall,
     CountedCall,
     find_attention_calls,
     find_attention_collectives,
 )
-from jaxlc.hlo.collectives import Collective, HostCopy, find_collectives, find_host_copies
 from jaxlc.hlo.memory_dump import Thunks
 from jaxlc.hlo.parser import Array, Computation, Instruction, Pass, Program, count_executions, parse
 

@@ -1,4 +1,5 @@
-"""FLOPs of a kernel's matrix products, and the bytes it reads from and writes to device memory.
+"""FLOPs of kernels and the bytes they read from and write to device memory, and the attention kernels
+of a compiled program, with the collectives that the schedule overlaps with them.
 
 Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot`
 instructions, and in the Mosaic kernels of experts (`models.kinds.experts`), which multiply each of
@@ -8,15 +9,43 @@ memory traffic.
 Each operand is read once and each result written once. A slice reads only the part that it takes,
 and an in-place update writes only the part that it replaces; otherwise each round of a loop over
 layers would count all stacked parameters.
+
+Attention kernels:
+
+    cudnn      custom calls `__cudnn$fmha...`
+    pallas     custom calls of the kernels in `jaxlc.attention.kernels`, by the name given to `pallas_call`
+    mosaic     custom calls `mosaic_gpu...` in the scopes of `kernels/mosaic.py`; if the backward runs over
+               pairs of blocks, the loop over all pairs
+    blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
+
+Their FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them;
+how many depends on the mask's values, which the program text does not contain.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jaxlc.core import scopes
 from jaxlc.core.scopes import EXPERTS
-from jaxlc.hlo.parser import Computation, Instruction, Program, components
+from jaxlc.hlo.collectives import Collective
+from jaxlc.hlo.parser import (
+    COLLECTIVES,
+    Computation,
+    Instruction,
+    Pass,
+    Program,
+    components,
+    has_window,
+    is_data_dependent,
+    is_in_attention,
+    is_in_ring_step,
+    is_over_prefix,
+    pass_of,
+    trip_count,
+)
 
 # Instructions that only name arrays or parts of them; they run no kernel.
 _NO_KERNEL = (
@@ -183,3 +212,289 @@ def _written_bytes(computation: Computation, instruction: Instruction) -> int:
 
 def _bytes(instruction: Instruction) -> int:
     return sum(array.bytes for array in instruction.arrays)
+
+
+# Matrix products per pair of a query and a key: (over the head dim of keys, over the head dim of
+# values).
+_PRODUCTS = {
+    "__cudnn$fmhaSoftmax": (1, 1),  # q . k; p . v
+    "__cudnn$fmhaSoftmaxBackward": (3, 2),  # q . k, dq, dk; dout . v, dv
+    "flash_forward": (1, 1),
+    "flash_dq": (2, 1),  # q . k, dq; dout . v
+    "flash_dkv": (2, 2),  # q . k, dk; dout . v, dv
+    "mosaic_forward": (1, 1),
+    "mosaic_dq": (2, 1),
+    "mosaic_dkv": (2, 2),
+}
+_FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward", "mosaic_forward")
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, from the shapes of its operands."""
+
+    num_heads: int  # query heads times batch size
+    num_queries: int
+    num_keys: int
+
+
+class AttentionKernelCall(NamedTuple):
+    instruction: Instruction
+    # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or
+    # "blockwise"
+    kernel: str
+    pass_name: Pass
+    full_flops: float  # one run, over all pairs of a query and a key
+    is_masked: bool  # the kernel may skip masked pairs
+    sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
+    has_window: bool = False  # it belongs to a layer with a sliding window
+    is_ring_step: bool = False  # its keys are the KV block of another rank
+    # it takes the documents that the first packed call of a mask leaves
+    has_further_documents: bool = False
+    head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
+    # its queries are of branches, its keys of the prefix that they continue
+    is_over_prefix: bool = False
+
+    @property
+    def is_backward(self) -> bool:
+        return self.pass_name == "backward"
+
+
+class CountedCall(NamedTuple):
+    call: AttentionKernelCall
+    times: int  # executions in one run of the program
+
+
+def find_attention_calls(program: Program, execution_counts: Counter[str]) -> Iterator[CountedCall]:
+    """Calls of attention kernels that run at least once; every branch of a conditional counts."""
+    kernel_bodies = set()  # computations inside of kernels that are loops
+    for computation in reversed(list(program)):  # callers before callees
+        if not execution_counts[computation.name]:
+            continue
+        if computation.name in kernel_bodies:
+            kernel_bodies.update(name for instruction in computation for name in instruction.called)
+            continue
+        for instruction in computation:
+            call = attention_kernel(program, computation, instruction)
+            if call is not None:
+                yield CountedCall(call, execution_counts[computation.name])
+                kernel_bodies.update(instruction.called)
+
+
+def calls_within(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[AttentionKernelCall]:
+    """The attention kernel that `instruction` is, or those that it runs as a loop, with the FLOPs
+    of all rounds.
+    """
+    call = attention_kernel(program, computation, instruction)
+    if call is not None:
+        yield call
+    elif instruction.opcode == "while":
+        for times, body, inner in _inside(program, instruction):
+            call = attention_kernel(program, body, inner) if inner.opcode == "custom-call" else None
+            if call is not None:
+                yield call._replace(full_flops=times * call.full_flops)
+
+
+def attention_kernel(
+    program: Program, computation: Computation, instruction: Instruction
+) -> AttentionKernelCall | None:
+    """The attention kernel that `instruction` is; None if it is not one."""
+    if instruction.opcode == "while" and is_in_attention(instruction.op_name):
+        has_pairs = scopes.MOSAIC_PAIRS in instruction.op_name.split("/")
+        return (
+            _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
+        )
+    if instruction.opcode != "custom-call":
+        return None
+    target = instruction.attributes["custom_call_target"].strip('"')
+    if target in _PRODUCTS:
+        settings = instruction.backend_config["cudnn_fmha_backend_config"]
+        kernel = "cudnn_packed" if documents_per_row(instruction) > 1 else "cudnn"
+        return _custom_call(
+            computation, instruction, kernel, target, is_masked=settings["mask_type"] != "NO_MASK"
+        )
+    if _is_mosaic(instruction):
+        return _mosaic(computation, instruction)
+    for name in instruction.op_name.split("/"):
+        if name in _PRODUCTS:
+            operands = [operand.arrays[0] for operand in computation.operands(instruction)]
+            # [B, T]
+            has_tokens = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)
+            return _custom_call(computation, instruction, "pallas", name, is_masked=has_tokens)
+    return None
+
+
+def documents_per_row(call: Instruction) -> int:
+    """Documents per row of the batch of a cuDNN call; 1 for a call without offsets."""
+    return int(call.backend_config["cudnn_fmha_backend_config"].get("max_seg_per_batch", 1))
+
+
+def _custom_call(
+    computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool
+):
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between
+    B and S.
+    """
+    (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = (
+        operand.arrays[0].dims for operand in computation.operands(call)[:3]
+    )
+    sizes = Sizes(batch * num_heads, num_queries, num_keys)
+    over_keys, over_values = _PRODUCTS[name]
+    flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)
+    pass_name = pass_of(call.op_name)
+    # a layer in tiles recomputes its forward itself
+    if pass_name == "backward" and name in _FORWARD_KERNELS:
+        pass_name = "recomputation"
+    in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
+    properties = (
+        in_window,
+        in_ring_step,
+        is_data_dependent(call.op_name),
+        head_dim,
+        is_over_prefix(call.op_name),
+    )
+    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, *properties)
+
+
+def _is_mosaic(instruction: Instruction) -> bool:
+    is_custom_call = instruction.opcode == "custom-call"
+    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(
+        MOSAIC
+    )
+
+
+def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall | None:
+    names = call.op_name.split("/")
+    if scopes.MOSAIC_FORWARD in names:
+        name = "mosaic_forward"
+    elif scopes.MOSAIC_BACKWARD in names:
+        name = "mosaic_dq" if len(call.arrays) == 1 else "mosaic_dkv"
+    else:
+        return None
+    has_ranges = any(operand.arrays[0].dtype == "s32" for operand in computation.operands(call))
+    return _custom_call(
+        computation, call, "mosaic", name, is_masked=scopes.MOSAIC_CAUSAL in names or has_ranges
+    )
+
+
+def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | None:
+    """The backward over pairs of blocks as one call, which is masked; its queries are the queries
+    of all pairs.
+    """
+    calls = [
+        (times, call)
+        for times, computation, instruction in _inside(program, loop)
+        if instruction.opcode == "custom-call"
+        and (call := attention_kernel(program, computation, instruction))
+    ]
+    if not calls:
+        return None
+    num_pairs, first = calls[0]
+    flops = sum(times * call.full_flops for times, call in calls)
+    assert first.sizes is not None
+    sizes = first.sizes._replace(num_queries=num_pairs * first.sizes.num_queries)
+    return first._replace(instruction=loop, full_flops=flops, is_masked=True, sizes=sizes)
+
+
+def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
+    flops, opcodes = 0.0, set()
+    for times, computation, instruction in _inside(program, loop):
+        if _is_mosaic(instruction):
+            return None  # a loop over calls of a kernel; its products are out . dout
+        opcodes.add(instruction.opcode.removesuffix("-start"))
+        if instruction.opcode == "dot":
+            product = matrix_product(
+                computation, instruction, instruction.attributes["lhs_contracting_dims"]
+            )
+            flops += times * product.flops
+    if flops == 0 or opcodes & set(COLLECTIVES):
+        return None
+    is_masked = "conditional" in opcodes  # which skips fully masked tiles
+    in_window, in_ring_step = has_window(loop.op_name), is_in_ring_step(loop.op_name)
+    return AttentionKernelCall(
+        loop, "blockwise", pass_of(loop.op_name), flops, is_masked, None, in_window, in_ring_step
+    )
+
+
+def _inside(program: Program, loop: Instruction) -> Iterator[tuple[int, Computation, Instruction]]:
+    """All instructions that a loop runs: (executions in one run of the loop, computation,
+    instruction).
+    """
+    rounds = trip_count(program, loop)
+    for name in loop.called:
+        for instruction in program.computations[name]:
+            yield rounds, program.computations[name], instruction
+            for times, computation, inner in _called(program, instruction):
+                yield rounds * times, computation, inner
+
+
+def _called(
+    program: Program, instruction: Instruction
+) -> Iterator[tuple[int, Computation, Instruction]]:
+    if instruction.opcode == "while":
+        yield from _inside(program, instruction)
+        return
+    for name in instruction.called:
+        for inner in program.computations[name]:
+            yield 1, program.computations[name], inner
+            yield from _called(program, inner)
+
+
+class AttentionCollective(NamedTuple):
+    """One collective that attention runs, on all ranks at once."""
+
+    collective: Collective
+    pass_name: Pass
+    # Attention kernels between its start and its done; of kernels in a loop, one entry with the
+    # FLOPs of all rounds.
+    overlapped_calls: tuple[AttentionKernelCall, ...]
+    has_window: bool  # it belongs to a layer with a sliding window
+    # sent between its start and its done: its own bytes and the bytes of overlapping ones
+    link_bytes: int
+
+    @property
+    def times(self) -> int:
+        """How often it runs in one run of the program."""
+        return self.collective.times
+
+    @property
+    def is_unoverlapped(self) -> bool:
+        """Whether no attention kernel runs between start and done. This is read from the schedule,
+        not estimated.
+        """
+        return not self.overlapped_calls
+
+
+def find_attention_collectives(
+    program: Program, collectives: Sequence[Collective]
+) -> Iterator[AttentionCollective]:
+    """Those of `collectives`, the program's, that run in the scope `core_attention`."""
+    transfers = [
+        collective
+        for collective in collectives
+        if is_in_attention(collective.transfer.start.op_name)
+    ]
+    for collective in transfers:
+        yield _with_overlap(program, collective, transfers)
+
+
+def _with_overlap(
+    program: Program, collective: Collective, others: list[Collective]
+) -> AttentionCollective:
+    transfer = collective.transfer
+    calls = (
+        call
+        for op in transfer.overlapped_ops
+        for call in calls_within(program, transfer.computation, op)
+    )
+    concurrent = (
+        other for other in others if other is not collective and transfer.overlaps(other.transfer)
+    )
+    return AttentionCollective(
+        collective,
+        pass_of(transfer.start.op_name),
+        tuple(calls),
+        has_window(transfer.start.op_name),
+        collective.sent_bytes + sum(other.sent_bytes for other in concurrent),
+    )

@@ -26,7 +26,7 @@ from jaxlc.core.plot_style import AMBER, BLUE, FAINT, GRAY, RED, SILVER, SKY, TE
 from jaxlc.core.text import count_text, gib
 from jaxlc.plan.program import CollectiveStats, Memory
 from jaxlc.plan.report import step_text
-from jaxlc.simulate.interval import seconds_text, two_digits
+from jaxlc.simulate.roofline import seconds_text, two_digits
 from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LINKS, LayerEvent, Prediction
 from jaxlc.simulate.topology import Topology
 

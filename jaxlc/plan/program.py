@@ -31,9 +31,13 @@ from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.hlo.attention_kernels import AttentionCollective, documents_per_row
 from jaxlc.hlo.collectives import Collective, mesh_axes
-from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
+from jaxlc.hlo.kernel_costs import (
+    ALLOCATE_BUFFER,
+    AttentionCollective,
+    documents_per_row,
+    is_expert_kernel,
+)
 from jaxlc.hlo.memory_dump import Dump, Launches, LiveTensor, count_launches, read
 from jaxlc.hlo.parser import PASSES, Instruction, components, pass_of
 from jaxlc.runtime import memory as runtime_memory

@@ -24,7 +24,7 @@ from jaxlc.hlo.parser import label
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.program import USABLE_SHARE, CollectiveStats, Memory, Ring
 from jaxlc.runtime.memory import STAGING_BYTES
-from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
+from jaxlc.simulate.roofline import Interval, estimate_text, range_text, seconds_text, two_digits
 from jaxlc.simulate.timeline import LayerEvent, Prediction
 
 DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # only in the JSON

@@ -27,8 +27,7 @@ from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels
 from jaxlc.plan.report import PlanRecord, ReferencePass, verdict
 from jaxlc.posttrain.traces import with_reference
-from jaxlc.simulate.interval import range_text, seconds_text, two_digits
-from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.roofline import Roofline, range_text, seconds_text, two_digits
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import layer_timeline, predict
 from jaxlc.simulate.topology import Topology, make_mesh, topology

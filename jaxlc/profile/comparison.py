@@ -34,9 +34,8 @@ from jaxlc.profile.trace_events import (
     Trace,
 )
 from jaxlc.simulate import timeline
-from jaxlc.simulate.interval import Interval, estimate_text, two_digits
 from jaxlc.simulate.packed_work import one_document
-from jaxlc.simulate.roofline import from_file
+from jaxlc.simulate.roofline import Interval, estimate_text, from_file, two_digits
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, topology

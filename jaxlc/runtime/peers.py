@@ -4,24 +4,75 @@ them has ended.
 Without it, JAX detects a killed process after `heartbeat_seconds`, and the others end with a C++
 stack trace. Here every process keeps a connection to process 0, which the operating system closes
 when a process ends.
+
+A thread that holds the interpreter lock stops all Python code. Then the operating system's timer
+ends the process: the default action of its signal SIGALRM needs no Python code, so the exit status
+is 142.
 """
 
 import atexit
 import contextlib
+import faulthandler
+import math
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.interrupts import call_within, end_process
-from jaxlc.runtime import alarm
 from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
+
+_LEAST_SECONDS = 1.0
+# of the timer, which the watched thread and the one that ends the process set
+_lock = threading.Lock()
+_is_ending = False
+
+
+def is_available() -> bool:
+    """False: the program handles SIGALRM itself."""
+    return signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def write_stacks_to(file: TextIO) -> None:
+    """Lets the signal write the Python stacks of all threads to `file`, without the interpreter
+    lock, before it ends the process."""
+    faulthandler.register(signal.SIGALRM, file=file, all_threads=True, chain=True)
+
+
+def set_limit(seconds: float) -> None:
+    """Ends this process after `seconds`; infinite: never. No effect after `set_end_limit`."""
+    with _lock:
+        if not _is_ending:
+            _set_timer(seconds)
+
+
+def set_end_limit(seconds: float) -> None:
+    """Ends this process after `seconds`, whatever its phases set. Called once, when its end has
+    begun.
+    """
+    global _is_ending
+    with _lock:
+        _is_ending = True
+        if is_available():
+            _set_timer(seconds)
+
+
+def remove() -> None:
+    """Removes what `set_limit` and `write_stacks_to` have set."""
+    set_limit(math.inf)
+    faulthandler.unregister(signal.SIGALRM)
+
+
+def _set_timer(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(_LEAST_SECONDS, seconds))
+
 
 # Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can
 # restart the run.
@@ -217,9 +268,9 @@ def end_run(
     _ending.acquire()
     start, link = time.monotonic() if since is None else since, _link
     if link is not None and link.ends_last:
-        alarm.set_end_limit(start + _LAST_LIMIT_SECONDS - time.monotonic())
+        set_end_limit(start + _LAST_LIMIT_SECONDS - time.monotonic())
     else:
-        alarm.set_end_limit(_LIMIT_SECONDS)
+        set_end_limit(_LIMIT_SECONDS)
     if announces and link is not None:
         call_within(_BROADCAST_SECONDS, lambda: link.close(lost=text))
         time.sleep(_BROADCAST_SECONDS)

@@ -8,7 +8,7 @@ deadline, a multiple of the median of its last durations. When it has passed, th
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
-A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.alarm`)
+A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.peers`)
 ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
 of the end itself, since process 0 waits for the others.
 
@@ -41,7 +41,7 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
 from jaxlc.core.interrupts import call_within
 from jaxlc.core.text import aligned
-from jaxlc.runtime import alarm, peers
+from jaxlc.runtime import peers
 
 DEVICES = "devices"  # the phase of a process that waits for its devices
 DATA = "data"  # or for its next batch
@@ -291,7 +291,7 @@ class Watchdog:
         self._is_closed.set()
         self._thread.join()
         if self._has_alarm:
-            alarm.remove()
+            peers.remove()
         if self._board is not None:
             self._board.close()
         self._report.close()
@@ -318,7 +318,7 @@ class Watchdog:
     def _enter(self, current: _Current) -> None:
         self._current = current
         if self._has_alarm:
-            alarm.set_limit(current.deadline + _ALARM_SECONDS - time.monotonic())
+            peers.set_limit(current.deadline + _ALARM_SECONDS - time.monotonic())
 
     def _set_up_alarm(self) -> bool:
         """Whether the timer can be used.
@@ -327,9 +327,9 @@ class Watchdog:
         any time.
         """
         is_interactive = self._num_processes == 1 and sys.stdin is not None and sys.stdin.isatty()
-        if is_interactive or not alarm.is_available():
+        if is_interactive or not peers.is_available():
             return False
-        alarm.write_stacks_to(self._report)
+        peers.write_stacks_to(self._report)
         return True
 
     def _watch(self) -> None:

@@ -28,7 +28,7 @@ from jaxlc.core.files import read_json_lines
 from jaxlc.core.text import aligned, preformatted
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import row_name
-from jaxlc.simulate.interval import (
+from jaxlc.simulate.roofline import (
     PAIR_SPREAD,
     Interval,
     estimate_text,

@@ -33,8 +33,7 @@ from jaxlc.search.best_first import Candidate, Compile, Search
 from jaxlc.search.ranking import Ranking, row_text
 from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings
-from jaxlc.simulate.interval import PAIR_SPREAD
-from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.roofline import PAIR_SPREAD, Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
 MARK = "Written by `jaxlc"

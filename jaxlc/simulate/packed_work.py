@@ -18,7 +18,7 @@ from jaxlc.config import Config
 from jaxlc.config.flops import causal_pairs, document_pairs
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.data.sequences.loader import OrderOf
-from jaxlc.data.sequences.mixture import balanced_order
+from jaxlc.data.sequences.packing import balanced_order
 from jaxlc.sharding.document_balance import (
     Pieces,
     pairs_by_rank,

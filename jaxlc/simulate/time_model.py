@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds.attention import num_head_ranks
-from jaxlc.hlo.attention_kernels import AttentionCollective, AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
-from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.hlo.kernel_costs import AttentionCollective, AttentionKernelCall, Cost
 from jaxlc.hlo.parser import (
     Instruction,
     Program,

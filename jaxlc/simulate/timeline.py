@@ -45,8 +45,7 @@ from jaxlc.hlo.parser import (
     is_data_dependent,
     is_host_controlled,
 )
-from jaxlc.simulate.interval import Interval, time_interval
-from jaxlc.simulate.roofline import rates
+from jaxlc.simulate.roofline import Interval, rates, time_interval
 from jaxlc.simulate.time_model import TimeModel, num_sequences
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are

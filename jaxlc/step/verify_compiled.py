@@ -17,8 +17,8 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import is_layers
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
-from jaxlc.hlo.attention_kernels import AttentionCollective
 from jaxlc.hlo.collectives import Collective, device_arrays, has_constant_offset, host_arguments
+from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES, components, is_in_token_mixing
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.kinds import kinds_with

@@ -17,7 +17,7 @@ from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained
 from jaxlc.core.text import gib
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import batches
-from jaxlc.data.sequences.mixture import BalancedSequences
+from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
 from jaxlc.data.stream import Stream

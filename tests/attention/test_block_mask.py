@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention.kernels.block_mask import (
+from jaxlc.attention.key_ranges import (
     MAX_BLOCK_RANGES,
     BlockMask,
     kv_block_ranges,

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import calibration, calibration_fit
 from benchmarks.calibration_fit import Residual
 from benchmarks.published import estimated_figure, runs, sources, time_ratio
-from jaxlc.simulate import interval
+from jaxlc.simulate import roofline
 
 # Name -> (sequence length, mesh, parameters in billions, as their models' pages give them).
 PUBLISHED = {
@@ -141,12 +141,12 @@ def test_constants_of_interval_are_those_of_stored_results():
     residuals = calibration.residuals(calibration.stored())
     assert len(residuals) == len(runs())
     final = calibration_fit.fit(residuals)
-    assert final.log_scale == pytest.approx(math.log(interval.TIME_SCALE), abs=1e-3)
-    assert final.spread == pytest.approx(interval.TIME_SPREAD, abs=1e-3)
-    assert calibration.pairs(residuals)[0] == pytest.approx(interval.PAIR_SPREAD, abs=1e-3)
+    assert final.log_scale == pytest.approx(math.log(roofline.TIME_SCALE), abs=1e-3)
+    assert final.spread == pytest.approx(roofline.TIME_SPREAD, abs=1e-3)
+    assert calibration.pairs(residuals)[0] == pytest.approx(roofline.PAIR_SPREAD, abs=1e-3)
     covered, num_runs = calibration_fit.coverage(_folds())
-    assert covered / num_runs >= interval.LEVEL == calibration_fit.level()
-    assert calibration_fit.coverage_by_source(_folds()) >= interval.LEVEL
+    assert covered / num_runs >= roofline.LEVEL == calibration_fit.level()
+    assert calibration_fit.coverage_by_source(_folds()) >= roofline.LEVEL
 
 
 def test_page_has_the_stored_results():

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlc.config.flops import document_pairs
 from jaxlc.data import open_corpus
-from jaxlc.data.sequences.mixture import balanced_order, replica_cost
+from jaxlc.data.sequences.packing import balanced_order, replica_cost
 from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.train.data import training_batches
 from tests.data.corpora import make_config

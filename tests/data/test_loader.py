@@ -158,7 +158,7 @@ import jax, numpy as np
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
 sys.path[:0] = [sys.argv[4]]
 import test_loader as t
-from jaxlc.data.sequences.mixture import BalancedSequences, balanced_order, step_pairs
+from jaxlc.data.sequences.packing import BalancedSequences, balanced_order, step_pairs
 from tests.step.synthetic import small_config
 
 class Counted:

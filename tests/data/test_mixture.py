@@ -10,8 +10,7 @@ import pytest
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.sequences.mixture import PERIOD, MixedSequences, schedule
-from jaxlc.data.sequences.packing import num_copies
+from jaxlc.data.sequences.packing import PERIOD, MixedSequences, num_copies, schedule
 from tests.data.test_packing import make_store
 
 S = 64

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.examples import show
+from jaxlc.data.report import show
 from jaxlc.data.tokens.chat_templates import TEMPLATES, ChatTemplate
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.generate_text import PromptEncoder

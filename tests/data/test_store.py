@@ -13,9 +13,9 @@ from jaxlc.core.text import no_progress
 from jaxlc.data.texts import documents
 from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens import encoder
 from jaxlc.data.tokens import store as cache
 from jaxlc.data.tokens import store as store_module
-from jaxlc.data.tokens import tokenize
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"be", "c.txt": b"gamma rays"}
@@ -57,7 +57,7 @@ def test_store_documents_end_with_end_token(config: DataConfig):
 
 
 def test_store_small_batches_keep_document_order(config: DataConfig, monkeypatch):
-    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 6)
+    monkeypatch.setattr(encoder, "_BATCH_CHARACTERS", 6)
     assert_intact(open_store(config))
 
 
@@ -193,7 +193,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     for name, module, value in (
         ("_MAX_KEPT_BYTES", store_module, 100),
         ("_BLOCK_BYTES", documents, 64),
-        ("_BATCH_CHARACTERS", tokenize, 200),
+        ("_BATCH_CHARACTERS", encoder, 200),
     ):
         monkeypatch.setattr(module, name, value)
     calls, batch_bytes, encode = [], [], BYTES.encode_pieces
@@ -214,7 +214,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
 
 
 def test_store_long_piece_is_announced_before_it_is_encoded(config: DataConfig, monkeypatch):
-    monkeypatch.setattr(tokenize, "_LONG_PIECE", 9)
+    monkeypatch.setattr(encoder, "_LONG_PIECE", 9)
     lines = []
     cache.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append)
     assert lines == [

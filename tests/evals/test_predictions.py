@@ -16,7 +16,7 @@ import jaxlc
 from jaxlc.cli.inference import eval_main as main
 from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.core.errors import UserError
-from jaxlc.evals.cases import text_cases
+from jaxlc.evals.evaluate_run import text_cases
 from jaxlc.evals.figures import depth_figure, score_figure
 from jaxlc.evals.haystack import Example
 from jaxlc.evals.predictions import (

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from jaxlc.config.schema import RULER_TASKS
 from jaxlc.core.errors import UserError
 from jaxlc.evals import ruler
-from jaxlc.evals.cases import NEW_TOKENS, needle_example, passkey_example
+from jaxlc.evals.evaluate_run import NEW_TOKENS, needle_example, passkey_example
 from jaxlc.evals.haystack import prose_of, sentences_of
 from jaxlc.evals.ruler import read_hotpotqa, read_squad
 

@@ -17,7 +17,7 @@ from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
 from jaxlc.hlo.analysis import imbalance, max_alive
-from jaxlc.hlo.attention_kernels import AttentionCollective
+from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES
 from jaxlc.simulate.topology import topology
 

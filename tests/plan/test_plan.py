@@ -18,7 +18,7 @@ from jaxlc.core.plot_style import RED
 from jaxlc.plan import Plan
 from jaxlc.plan.report import Change, page
 from jaxlc.plan.result import StagePlan, StagesPlan, hints
-from jaxlc.simulate.interval import range_text
+from jaxlc.simulate.roofline import range_text
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import place_in_memory

@@ -24,7 +24,7 @@ from jaxlc.profile.trace_events import (
     EventClasses,
     TraceEvent,
 )
-from jaxlc.simulate.interval import two_digits
+from jaxlc.simulate.roofline import two_digits
 from jaxlc.train.step_profiler import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.runtime import alarm, watchdog
+from jaxlc.runtime import peers, watchdog
 from jaxlc.runtime.watchdog import DEVICES, PhaseBoard, Row, Watchdog, suspects
 from tests import environment
 from tests.helpers import TIMEOUT_SECONDS, wait_until
@@ -251,21 +251,21 @@ def test_process_0_outlives_the_others_but_not_its_limit(tmp_path, settings, cal
 def test_phases_after_the_end_has_begun_do_not_set_the_timer(monkeypatch):
     timers = []
     monkeypatch.setattr(signal, "setitimer", lambda which, seconds: timers.append(seconds))
-    monkeypatch.setattr(alarm, "_is_ending", False)
-    alarm.set_limit(80.0)
-    alarm.set_limit(math.inf)
-    alarm.set_end_limit(25.0)
+    monkeypatch.setattr(peers, "_is_ending", False)
+    peers.set_limit(80.0)
+    peers.set_limit(math.inf)
+    peers.set_end_limit(25.0)
     for seconds in (20.0, math.inf):
-        alarm.set_limit(seconds)
+        peers.set_limit(seconds)
     assert timers == [80.0, 0, 25.0]
 
 
 def test_timer_of_the_end_spares_a_program_that_uses_its_signal(monkeypatch):
     timers = []
     monkeypatch.setattr(signal, "setitimer", lambda which, seconds: timers.append(seconds))
-    monkeypatch.setattr(alarm, "_is_ending", False)
+    monkeypatch.setattr(peers, "_is_ending", False)
     monkeypatch.setattr(signal, "getsignal", lambda number: print)
-    alarm.set_end_limit(25.0)
+    peers.set_end_limit(25.0)
     assert timers == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlc.simulate.interval import (
+from jaxlc.simulate.roofline import (
     PUBLISHED,
     Interval,
     estimate_text,

@@ -11,7 +11,7 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.config.flops import causal_pairs
-from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
+from jaxlc.hlo.kernel_costs import AttentionKernelCall, Sizes
 from jaxlc.sharding.document_layout import document_layout, zigzag_order
 from jaxlc.simulate.packed_work import (
     AttentionWork,

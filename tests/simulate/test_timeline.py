@@ -14,10 +14,10 @@ from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo import analyze
-from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
+from jaxlc.hlo.kernel_costs import AttentionKernelCall, Sizes
 from jaxlc.plan import program as plan_program
 from jaxlc.plan.figures import timeline_figure
-from jaxlc.simulate import interval
+from jaxlc.simulate import roofline
 from jaxlc.simulate import roofline as roofline_module
 from jaxlc.simulate.packed_work import AttentionWork
 from jaxlc.simulate.roofline import Roofline
@@ -121,7 +121,7 @@ def test_step_interval_has_scale_and_spread_of_constants():
         approx(3 * DOT),
     )
     low, high = predicted(dot()).step_seconds_interval
-    assert low == approx(DOT * interval.TIME_SCALE / math.exp(interval.TIME_SPREAD)) and high > DOT
+    assert low == approx(DOT * roofline.TIME_SCALE / math.exp(roofline.TIME_SPREAD)) and high > DOT
 
 
 def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
@@ -658,7 +658,7 @@ class TestRealStep:
         milliseconds = 1e3 * max(
             event.end_seconds for event in timeline if event.pass_name == "forward"
         )
-        assert f"forward: {interval.two_digits(milliseconds)} ms, of which kernels wait" in forward
+        assert f"forward: {roofline.two_digits(milliseconds)} ms, of which kernels wait" in forward
         figure.savefig(tmp_path / "timeline.png")
         width, height = png_size(tmp_path / "timeline.png")
         assert width > 500 and height > 200

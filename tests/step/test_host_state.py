@@ -18,8 +18,8 @@ from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze, parse
-from jaxlc.hlo.attention_kernels import calls_within
 from jaxlc.hlo.collectives import find_host_copies
+from jaxlc.hlo.kernel_costs import calls_within
 from jaxlc.hlo.parser import Program, transfers
 from jaxlc.plan.program import compile_step
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology

@@ -185,7 +185,7 @@ def modules(generation: str) -> Modules:
 
 
 def _causal_scope(mask: KernelMask) -> AbstractContextManager:
-    """Marks a causal call for `jaxlc.hlo.attention_kernels`."""
+    """Marks a causal call for `jaxlc.hlo.kernel_costs`."""
     return jax.named_scope(scopes.MOSAIC_CAUSAL) if mask.is_causal else nullcontext()
 
 

@@ -33,7 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels.block_mask import (
+from jaxlc.attention.key_ranges import (
     MAX_HEAD_DIM,
     MIN_BLOCK_TOKENS,
     SMALL_BLOCK_TOKENS,
@@ -148,7 +148,7 @@ def load_mask(ranges: Ranges | None, first_T, first_S, mask: BlockMask, keys_fir
 
 def loop_over_blocks(blocks_ref, loop_body, carry):
     """`carry = loop_body(block, carry, masked)` over the blocks of all block ranges (see
-    block_mask.py).
+    `attention.key_ranges`).
     """
 
     def one_range(index, carry):

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxlc.attention import key_ranges
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
-from jaxlc.attention.kernels import block_mask, cudnn
+from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, ring, ulysses
@@ -402,7 +403,7 @@ def attention_spec(
         scale=scale,
         query_block_tokens=config.query_block_tokens,
         key_block_tokens=config.key_block_tokens,
-        small_shared_memory=capability in block_mask.SMALL_SHARED_MEMORY,
+        small_shared_memory=capability in key_ranges.SMALL_SHARED_MEMORY,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxlc.config.differences import setting_text
+from jaxlc.config.frozen import setting_text
 from jaxlc.config.kinds import scaled_kinds
 from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import (

@@ -51,8 +51,7 @@ from jaxlc.data.texts.documents import (
 )
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile, split_hash
-from jaxlc.data.tokens.encoder import Encoder
-from jaxlc.data.tokens.tokenize import Log, Piece, TokenizedPiece, tokenized_pieces
+from jaxlc.data.tokens.encoder import Encoder, Log, Piece, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory

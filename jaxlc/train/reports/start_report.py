@@ -14,7 +14,7 @@ from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.text import count_text
 from jaxlc.data import Corpus
-from jaxlc.data.sequences.mixture import PackedText, balanced_order, replica_cost, step_pairs
+from jaxlc.data.sequences.packing import PackedText, balanced_order, replica_cost, step_pairs
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
