@@ -38,11 +38,12 @@ from jaxlc.core.text import gib
 from jaxlc.data import corpus
 from jaxlc.data.sequences.packing import PackedSequences, Split, epoch_order
 from jaxlc.data.sequences.source import DataSource, Inputs, SourceView
-from jaxlc.data.texts.documents import EVAL_SETTING, Fields
-from jaxlc.data.texts.records import RECORD_SUFFIXES, needed_columns
+from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
+from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
 from jaxlc.data.texts.sources import SourceFile, list_files
-from jaxlc.data.tokens.store import LEFTOVER_SECONDS
+from jaxlc.data.tokens.store import LEFTOVER_SECONDS, NoText
 
+_SUFFIXES = tuple(suffix for suffix in RECORD_SUFFIXES if suffix != MEGATRON_SUFFIX)
 _PREFIX = "stream-"  # of temporary directories in data.cache_dir
 _READERS = 16  # threads that ask for the sizes of files and row groups
 # What fsspec says of a file that changes with its content: in object stores, on the hub, elsewhere.
@@ -63,6 +64,12 @@ class Part(NamedTuple):
     begin: int  # in bytes, or row groups of Parquet
     end: int
     num_bytes: int
+
+    @property
+    def place(self) -> str:
+        """Where the part starts, for errors that number its records."""
+        unit = "row group" if self.url.endswith(".parquet") else "byte"
+        return f"{self.url} from {unit} {self.begin:,}" if self.begin else self.url
 
 
 @contextmanager
@@ -96,20 +103,19 @@ def _spans(sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
 
 
 def _urls(name: str, setting: str) -> list[str]:
-    """The files of a source."""
+    """The files of a source; those of a disk as without a stream, by their real paths."""
     import fsspec
 
     if name.startswith(hub.DATASET_PREFIX):
         return [url for _, url in hub.dataset_files(name, setting, is_streamed=True)]
-    with _explained(name, setting):
-        fs, root = fsspec.url_to_fs(name)
-        paths = sorted(fs.glob(root) if glob.has_magic(root) else fs.find(root))
-    urls = [fs.unstrip_protocol(path) for path in paths if path.endswith(RECORD_SUFFIXES)]
-    if not urls:
-        raise UserError(
-            f"{setting}: {name!r} has no file that data.stream reads ({', '.join(RECORD_SUFFIXES)})"
-        )
-    return urls
+    if "://" in name:
+        with _explained(name, setting):
+            fs, root = fsspec.url_to_fs(name)
+            paths = sorted(fs.glob(root) if glob.has_magic(root) else fs.find(root))
+            urls = [fs.unstrip_protocol(path) for path in paths]
+    else:
+        urls = [f"file://{file.path.resolve()}" for file in list_files([name], setting).files]
+    return [url for url in urls if url.endswith(_SUFFIXES)]
 
 
 def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
@@ -176,6 +182,14 @@ def _check_same(name: str, before: object, now: object) -> None:
         )
 
 
+def _with_places(message: str, places: Mapping[str, Part]) -> str:
+    """A message with the places of parts instead of the paths of their copies, which are deleted,
+    as is the list of bad records."""
+    for copy, part in places.items():
+        message = message.replace(copy, part.place)
+    return message.partition(LISTED)[0]
+
+
 @dataclass
 class ChunkedSequences:
     """An endless dataset: the sequences of chunks, one chunk after the other. It is thread-safe."""
@@ -219,7 +233,8 @@ class ChunkedSequences:
                 is_counted = len(bounds) > len(self.chunks)
                 if is_counted and not bounds[-1]:
                     raise UserError(
-                        f"{corpus.setting_of(self.source)}: no document has a length that the source uses"
+                        f"{corpus.setting_of(self.source)}: no document has a length that the source"
+                        " uses, or all are empty"
                     )
                 epoch, place = divmod(i, bounds[-1]) if is_counted else (0, i)
                 number = bisect_right(bounds, place) - 1
@@ -264,19 +279,27 @@ class ChunkedSequences:
                 progress=partial(self._check, directory),
                 warnings=[],
             )
-            copies = [
-                _fetch(part, directory / f"{i}@{PurePosixPath(part.url).name}", fields, setting)
+            places = {
+                str(directory / f"{i}@{PurePosixPath(part.url).name}"): part
                 for i, part in enumerate(self.chunks[number])
-            ]
-            files = [file for file in copies if file.size_bytes]
-            if not files:
+            }
+            try:
+                copies = [
+                    _fetch(part, Path(copy), fields, setting) for copy, part in places.items()
+                ]
+                files = [file for file in copies if file.size_bytes]
+                if not files:
+                    return None
+                store = opener.open(files, fields)
+            except NoText:
                 return None
-            store = opener.open(files, fields)
+            except UserError as error:
+                raise UserError(_with_places(str(error), places)) from error
             store.read(0, 1)  # opens the file
         ids = np.arange(store.num_documents)
         packed = corpus.packed_train(opener, self.source, store, Split(store, ids, ids[:0], 0))
         for line in opener.warnings:
-            opener.log(f"warning: {line}")
+            opener.log(f"warning: {_with_places(line, places)}")
         with self._lock:
             self._bytes[number] = store.tokens.nbytes
         return packed
@@ -340,9 +363,14 @@ class Stream(DataSource):
             )
             evaluated, _ = list_files(data.eval_sources, EVAL_SETTING)
             heldout = corpus.open_heldout(opener, evaluated) if evaluated else None
-            urls = dict.fromkeys(url for path in source.paths for url in _urls(path, setting))
-            for file in evaluated:
-                urls.pop(file.path.resolve().as_uri(), None)
+            excluded = {url for name in data.eval_sources for url in _urls(name, EVAL_SETTING)}
+            listed = dict.fromkeys(url for name in source.paths for url in _urls(name, setting))
+            urls = [url for url in listed if url not in excluded]
+            if not urls:
+                raise UserError(
+                    f"{setting}: {', '.join(source.paths)!r} has no file that data.stream reads"
+                    f" ({', '.join(_SUFFIXES)}) and data.eval_sources does not have"
+                )
             parts = list[Part]()
             with ThreadPoolExecutor(_READERS) as readers:
                 cut = partial(_parts, chunk_bytes=chunk_bytes, setting=setting)

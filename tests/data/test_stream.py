@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -39,11 +40,11 @@ def files(tmp_path: Path) -> dict[str, list[str]]:
     """The documents of the files in the directory `files`: lines, row groups, compressed lines."""
     texts = {
         "a.jsonl": documents("a", 900),
-        "b/b.jsonl": documents("b", 300),
+        "b b/b.jsonl": documents("b", 300),
         "c.parquet": documents("c", 1500),
         "d.jsonl.gz": documents("d", 200),
     }
-    (tmp_path / "files/b").mkdir(parents=True)
+    (tmp_path / "files/b b").mkdir(parents=True)
     for name, docs in texts.items():
         path = tmp_path / "files" / name
         if name == "c.parquet":
@@ -288,8 +289,11 @@ def test_chats_of_a_mixture_of_one_source_have_their_loss_mask(tmp_path):
 
 
 def test_file_of_eval_sources_is_not_trained_on(files, tmp_path):
-    heldout = str(tmp_path / "files/b/b.jsonl")
-    source = opened(tmp_path, data__eval_sources=(heldout,), train__eval_sequences=4)
+    """It has a space in its path, and is named by a link; the hidden directory is not listed."""
+    (heldout := tmp_path / "heldout.jsonl").symlink_to(tmp_path / "files/b b/b.jsonl")
+    (tmp_path / "files/.hidden").mkdir()
+    (tmp_path / "files/.hidden/e.jsonl").write_bytes(lines(documents("e", 10)))
+    source = opened(tmp_path, data__eval_sources=(str(heldout),), train__eval_sequences=4)
     trained = texts_of(source, range(num_sequences(source)))
     assert trained == Counter(
         text for name, docs in files.items() if name[0] != "b" for text in docs
@@ -353,7 +357,9 @@ def test_report_and_plans_of_the_corpus_are_refused(files, tmp_path):
     [
         ("s3://bucket/directory", "(Install s3fs to access S3): check the name, .* such as s3fs"),
         ("other://bucket", "(Protocol not known: other): check"),
-        ("missing/*.jsonl", "'missing/*.jsonl' has no file that data.stream reads (.jsonl,"),
+        ("memory://missing/*.jsonl", "/*.jsonl' has no file that data.stream reads (.jsonl,"),
+        ("missing/*.jsonl", "'missing/*.jsonl' contains no file with a supported suffix"),
+        ("missing.jsonl", "'missing.jsonl' does not exist; use an existing file"),
         ("python-stdlib", "'python-stdlib' has no file that data.stream reads (.jsonl,"),
     ],
 )
@@ -372,3 +378,27 @@ def test_files_without_text_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(UserError, match="^data.sources: no document has a length that the source"):
         opened(tmp_path, str(tmp_path / "empty.jsonl")).resume({}, 0)
+
+
+def test_chunk_without_text_is_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([""] * 9000) + lines(["text"] * 4000))
+    source = opened(tmp_path, str(tmp_path / "a.jsonl"))
+    assert texts_of(source, range(num_sequences(source))) == {"text": 4000}
+    assert 0 in source.train.counts(10**9)
+
+
+def test_bad_record_is_named_by_its_place_in_the_source(tmp_path):
+    (file := tmp_path / "a.jsonl").write_bytes(lines(["text"] * 4000) + b"{\n")
+    for max_bad_records, words in ((0, "fix or remove this line; or skip"), (1, r"this line\)$")):
+        printed = list[str]()
+        changes = dict(data__max_bad_records=max_bad_records)
+        config = load(settings(tmp_path, str(file), **changes))
+        source = data_sources.open(config, log=printed.append)
+        if max_bad_records:
+            num_sequences(source)
+        else:
+            with pytest.raises(UserError) as error:
+                num_sequences(source)
+            printed.append(str(error.value))
+        place = rf"file://{file} from byte [\d,]+:\d+: invalid JSON .*"
+        assert any(re.search(place + words, line) for line in printed), printed

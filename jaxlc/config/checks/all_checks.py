@@ -528,6 +528,7 @@ def _stream_problems(config: Config) -> Iterator[str]:
             1:
         ],
         "pool='full_length'; use min_tokens": any(x.pool == "full_length" for x in sources),
+        "text_suffixes, whose files it does not read": any(x.text_suffixes for x in sources),
         "answer_weights='answer'; use token": any(x.answer_weights == "answer" for x in sources),
         "config.train.epochs; use --config.train.steps or --config.train.tokens": config.train.epochs,
         "config.data.eval_fraction; set --config.data.eval_sources, or --config.train.eval_sequences=0": has_heldout,

@@ -429,7 +429,7 @@ class Document(NamedTuple):
     chat: Chat | None = None
 
 
-BAD_RECORDS = "skipped records"
+BAD_RECORDS, LISTED = "skipped records", "; all of them: "
 # Text that is not UTF-8, such as latin-1 or UTF-16: documents with it, and characters that decoding
 # replaces.
 INVALID_DOCUMENTS, INVALID_CHARACTERS = "documents that are not valid UTF-8", "invalid characters"
@@ -473,7 +473,7 @@ class Notes:
         for note, (number, first) in self.counts.items():
             if note not in (INVALID_DOCUMENTS, INVALID_CHARACTERS):
                 is_listed = note == BAD_RECORDS and self.listed_in
-                listed = f"; all of them: {displayed(self.listed_in)}" if is_listed else ""
+                listed = f"{LISTED}{displayed(self.listed_in)}" if is_listed else ""
                 lines.append(f"{setting}: {note}: {number:,} (the first: {first}){listed}")
         return lines
 

@@ -58,6 +58,10 @@ _MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
 
 
+class NoText(UserError):
+    """A corpus has no document that is not empty."""
+
+
 class StorePaths(NamedTuple):
     """The files of a store."""
 
@@ -471,9 +475,7 @@ def open_store(
         store = read_store(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
     if not store.num_documents:
-        raise UserError(
-            f"{files[0].setting}: no text, all documents are empty; use different sources"
-        )
+        raise NoText(f"{files[0].setting}: no text, all documents are empty; use different sources")
     num_bad_records, first = store.notes.counts.get(BAD_RECORDS, (0, ""))
     if num_bad_records > config.max_bad_records:  # it was written with a higher limit
         raise UserError(
