@@ -20,8 +20,7 @@ from absl import app, flags
 from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.hlo.analysis import flops_by_rank, imbalance
+from jaxlc.hlo import AnalyzedProgram, analyze, flops_by_rank, imbalance
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES, Pass
 from jaxlc.runtime.start import start

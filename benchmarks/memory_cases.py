@@ -10,8 +10,8 @@ from typing import NamedTuple
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.core.processes import Row, Work
 from jaxlc.runtime import start as jax_start
-from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.search import runner
 from jaxlc.search.space import Point, Settings
 

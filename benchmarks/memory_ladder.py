@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from benchmarks import memory_cases
 from benchmarks.memory_cases import Baseline, Case, MaxSeqLen
 from jaxlc.core.errors import UserError
-from jaxlc.runtime.worker_processes import Row
+from jaxlc.core.processes import Row
 from jaxlc.simulate.roofline import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")

@@ -15,9 +15,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 425_411
+MAX_TOKENS = 424_998
 MAX_TOKENS_PER_LINE = 8.9  # of lines with code
-MAX_FILES = 259
+MAX_FILES = 250
 MIN_MEDIAN_LINES = 230
 
 # Files that may name a recurrent kind; all others ask its description.
@@ -32,7 +32,7 @@ KIND_FILES = (
     "config/models/families/",
     "config/models/model_schema.py",  # the section of its settings
     "config/models/presets.py",
-    "config/old_names.py",
+    "config/other_names.py",  # old names of settings
     "config/schema.py",  # the names of its projections, in a comment on a setting
     "models/kinds/",
 )

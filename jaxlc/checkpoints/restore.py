@@ -29,7 +29,7 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.config import Config
 from jaxlc.config.flops import quantized_matrices
-from jaxlc.config.old_names import renamed
+from jaxlc.config.other_names import renamed
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of

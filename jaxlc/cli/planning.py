@@ -33,9 +33,9 @@ from jaxlc.core import errors
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
+from jaxlc.core.processes import Row, default_num_workers, run_in_processes
 from jaxlc.core.text import gib, progress_lines
 from jaxlc.core.text import print_to_stderr as log
-from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import Ranking, ranked, row_text
 from jaxlc.search.runner import IsOver

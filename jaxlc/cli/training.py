@@ -147,7 +147,7 @@ def _show_data(command: ParsedCommand[DataFlags]) -> int:
 def _report_data(command: ParsedCommand[DataFlags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
-    from jaxlc.data.report import StageShares, open_shown, report_text
+    from jaxlc.data.report import StageShares, open_shown, report_figure, report_text
 
     views, stages, warnings, details = {}, [], {}, {}
     for stage in command.stages:
@@ -162,8 +162,6 @@ def _report_data(command: ParsedCommand[DataFlags]) -> int:
     if not stages:
         return 0
     if errors.is_installed("matplotlib"):
-        from jaxlc.data.report_figure import report_figure
-
         path = Path(command.workdir) / "data.png"
         advice = "use a different --workdir"
         make_writable(path.parent, advice)

@@ -23,8 +23,8 @@ from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
-from jaxlc.config.values import SettingError, Tokens, as_python, defaults_of, flattened, typed
-from jaxlc.core.errors import UserError, checked
+from jaxlc.config.values import Tokens, as_python, defaults_of, flattened, typed
+from jaxlc.core.errors import SettingError, UserError, checked
 from jaxlc.core.files import local_path
 from jaxlc.core.text import did_you_mean, nearest_name, suggestion
 

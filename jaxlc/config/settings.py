@@ -29,10 +29,10 @@ from jaxlc.config.frozen import (
 )
 from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, KindConfig
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.config.old_names import RENAMED, check_same, new_path, renamed
-from jaxlc.config.other_names import meaning_of
+from jaxlc.config.other_names import RENAMED, check_same, meaning_of, new_path, renamed
 from jaxlc.config.schema import SourceConfig
-from jaxlc.config.values import SettingError, defaults_of, invalid_value, typed
+from jaxlc.config.values import defaults_of, invalid_value, typed
+from jaxlc.core.errors import SettingError
 from jaxlc.core.text import did_you_mean, nearest_name, preformatted
 
 NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}

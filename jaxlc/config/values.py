@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar
 
 from jaxlc.config import other_names
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import SettingError
 from jaxlc.core.text import suggestion
 
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
@@ -24,12 +24,6 @@ Levels = NewType("Levels", int)  # a number of levels; true is one level, and fa
 
 _LENGTH_UNITS = {"K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
-
-
-class SettingError(UserError, AttributeError):
-    """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that
-    `hasattr` works.
-    """
 
 
 def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:

@@ -29,6 +29,12 @@ class UserError(ValueError):
     exit_status = 2
 
 
+class SettingError(UserError, AttributeError):
+    """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that
+    `hasattr` works.
+    """
+
+
 class WriteError(UserError):
     """A file can no longer be written. The input is valid, so commands exit with 1, as after a
     fault.

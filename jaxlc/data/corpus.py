@@ -19,6 +19,14 @@ from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress
+from jaxlc.data.sequences.loader import (
+    MANY,
+    DataSource,
+    Inputs,
+    ShownTokens,
+    SourceShare,
+    SourceView,
+)
 from jaxlc.data.sequences.packing import (
     MixedSequences,
     PackedSequences,
@@ -27,14 +35,6 @@ from jaxlc.data.sequences.packing import (
     overlong_rule,
     packed_source,
     split_documents,
-)
-from jaxlc.data.sequences.source import (
-    MANY,
-    DataSource,
-    Inputs,
-    ShownTokens,
-    SourceShare,
-    SourceView,
 )
 from jaxlc.data.texts.documents import (
     EVAL_SETTING,

@@ -7,7 +7,7 @@ from typing import Any
 from jaxlc.config import Config, Stage, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import Corpus
-from jaxlc.data.sequences.source import Batches, DataSource, Inputs
+from jaxlc.data.sequences.loader import Batches, DataSource, Inputs
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of

@@ -36,8 +36,8 @@ from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import fingerprint_of, full_disk_reason, local_path, make_writable
 from jaxlc.core.text import gib
 from jaxlc.data import corpus
+from jaxlc.data.sequences.loader import DataSource, Inputs, SourceView
 from jaxlc.data.sequences.packing import PackedSequences, Split, epoch_order
-from jaxlc.data.sequences.source import DataSource, Inputs, SourceView
 from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
 from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
 from jaxlc.data.texts.sources import SourceFile, list_files

@@ -1,23 +1,28 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`.
 
-A prompt is plain text, or the message of a user in the chat template of the model.
+A prompt is plain text, or the message of a user in the chat template of the model. `Sampler`
+generates texts during training, for prompts that stay the same (train.sample_prompts). It reads the
+parameters of the training state, without a copy; its KV cache exists between two steps only.
 
 Device memory of generation: the KV cache, and the copy of the weights in the compute dtype. Nothing
 is compiled.
 """
 
 import functools
+import json
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxlc.config.models.pretrained import context_warning, original_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import valid_unicode
+from jaxlc.core.files import replacing, valid_unicode
+from jaxlc.core.text import gib
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template
 from jaxlc.data.tokens.encoder import Encoder, Stops, stops_of
@@ -250,3 +255,81 @@ def stops_for(result: TrainedModel, template: ChatTemplate | None = None) -> Sto
     """What ends the answers of the model of `result` to prompts in `template`."""
     original = original_of(result.config.model.init_from, result.workdir)
     return stops_of(result.config, result.tokenizer, original, template)
+
+
+SAMPLES = "samples"  # directory in the workdir: STEP.jsonl; and the name of the texts in reports
+_TOP_P = 0.9
+
+
+class Sampler:
+    """Generates the texts of a stage. Every process makes the same calls.
+
+    Attributes:
+      problem: why sampling has ended; "": it has not.
+    """
+
+    def __init__(self, step: TrainStep, tokenizer: Tokenizer):
+        """
+        Raises:
+          UserError: a prompt is empty, or there is no chat template for train.sample_chat.
+          Unsupported: a custom model.
+        """
+        train, data = step.config.train, step.config.data
+        if step.model is not None:
+            raise Unsupported(
+                "unsupported: config.train.sample_every_steps with a custom model, which has no KV cache"
+            )
+        template = None
+        if train.sample_chat:
+            template = fitting_template(data.chat_template, tokenizer, flag="data.chat_template")
+        encode = PromptEncoder(tokenizer=tokenizer, template=template)
+        self._prompts = [encode(prompt) for prompt in train.sample_prompts]
+        if any(not ids.size for ids in self._prompts):
+            raise UserError("config.train.sample_prompts has an empty prompt; remove it")
+        self._step, self._tokenizer, self._template = step, tokenizer, template
+        self._generator = Generator(step, None, tokenizer, copies=False)
+        self.problem = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Memory of the samples, for the start report."""
+        memory, every = sample_memory(self._step), self._step.config.train.sample_every_steps
+        return [
+            f"samples    {memory.num_sequences} texts of up to {memory.num_tokens:,} tokens every {every} steps; beside"
+            f" the training state, per device: KV cache {gib(memory.cache_bytes)} GiB"
+        ]
+
+    def __call__(self, params: dict, workdir: Path) -> dict[str, str]:
+        """The text that follows each prompt. Random numbers are the same at every step."""
+        config, train = self._step.config, self._step.config.train
+        original = original_of(config.model.init_from, workdir)
+        stops = stops_of(config, self._tokenizer, original, self._template)
+        is_greedy = train.sample_temperature <= 0
+        sampling = Sampling(
+            temperature=train.sample_temperature,
+            top_p=1.0 if is_greedy else _TOP_P,
+            seed=train.seed % 2**32,
+        )
+        self._generator.set_params(params)
+        try:
+            generations = self._generator(
+                self._prompts,
+                max_tokens=train.sample_tokens,
+                sampling=sampling,
+                stop=stops.texts,
+                stop_ids=stops.ids,
+            )
+        finally:  # the next training step donates the parameters
+            self._generator.set_params(None)
+        return {
+            prompt: generation.text
+            for prompt, generation in zip(train.sample_prompts, generations, strict=True)
+        }
+
+
+def write_samples(path: Path, texts: Mapping[str, str]) -> None:
+    """Writes one JSON object per prompt."""
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as out:
+        for prompt, text in texts.items():
+            out.write(json.dumps(dict(prompt=prompt, text=text)).encode() + b"\n")

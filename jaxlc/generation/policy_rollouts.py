@@ -16,8 +16,8 @@ from jaxlc.config import Config
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import Unsupported
 from jaxlc.core.text import gib
+from jaxlc.data.sequences.loader import DataSource
 from jaxlc.data.sequences.packing import epoch_order
-from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generator

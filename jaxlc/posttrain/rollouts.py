@@ -24,8 +24,14 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError, require
 from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
-from jaxlc.data.sequences.loader import array_dtypes, padding
-from jaxlc.data.sequences.source import DataSource, Inputs, ShownTokens, SourceView
+from jaxlc.data.sequences.loader import (
+    DataSource,
+    Inputs,
+    ShownTokens,
+    SourceView,
+    array_dtypes,
+    padding,
+)
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.posttrain.records import Trace

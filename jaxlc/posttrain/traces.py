@@ -16,16 +16,16 @@ from jaxlc.config import Config, DataConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.loader import array_dtypes
-from jaxlc.data.sequences.packing import epoch_order
-from jaxlc.data.sequences.source import (
+from jaxlc.data.sequences.loader import (
     MANY,
     DataSource,
     Inputs,
     ShownTokens,
     SourceShare,
     SourceView,
+    array_dtypes,
 )
+from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.texts.documents import Notes
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files

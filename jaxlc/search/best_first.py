@@ -20,9 +20,9 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
+from jaxlc.core.processes import Row
 from jaxlc.plan.report import Change
 from jaxlc.plan.result import Plan, on_gpus, plan_step
-from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
 from jaxlc.search.analytic_cost import Estimate, Layout, Rates, usable_memory
 from jaxlc.search.ranking import NUM_MESHES, Entry

@@ -25,8 +25,8 @@ from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
+from jaxlc.core.processes import Row
 from jaxlc.core.text import gib, progress_lines
-from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
 from jaxlc.search.best_first import Candidate, Compile, Search

@@ -4,7 +4,7 @@ Every row is appended to a file as soon as it is known. A command that is starte
 points in that file.
 
 The leading process does not start JAX, which would reserve the memory of the devices. `*_point` is
-the work on one point, in its own process (`jaxlc.runtime.worker_processes`).
+the work on one point, in its own process (`jaxlc.core.processes`).
 """
 
 import functools
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.errors import UserError
+from jaxlc.core.processes import Row, Work, run_in_processes
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
-from jaxlc.runtime.worker_processes import Row, Work, run_in_processes
 from jaxlc.search.ranking import ROWS, read_rows, row_text
 from jaxlc.search.space import Point, departures, name_of
 
@@ -73,7 +73,7 @@ def estimate_point(
 
 
 def row_of(result: "Plan", config: Config) -> Row:
-    """The columns of a compiled step, for its documents if the plan has them; `worker_processes`
+    """The columns of a compiled step, for its documents if the plan has them; `core.processes`
     adds its status.
     """
     predicted, memory, ring = result.predicted, result.memory, result.ring

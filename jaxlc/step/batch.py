@@ -304,7 +304,7 @@ def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> B
     )
     batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC), has_fragments)
     if config.posttrain.uses_reference_model:
-        # added by `train.data.Reference`
+        # added by `train.stage_setup.Reference`
         batch = batch._replace(reference_log_probs=batch.loss_weights)
     return batch
 

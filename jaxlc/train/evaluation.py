@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding
 from jaxlc.core import text
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.text import Update, count_text, no_progress
-from jaxlc.data.sequences.loader import batches
-from jaxlc.data.sequences.source import FiniteSequences, Sequences
+from jaxlc.data.sequences.loader import FiniteSequences, Sequences, batches
 from jaxlc.evals.document_loss import (
     MIN_DOCUMENTS,
     DocumentSums,

@@ -26,7 +26,7 @@ from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import local_path, make_writable
 from jaxlc.core.text import gib
 from jaxlc.data import data_sources
-from jaxlc.data.sequences.source import Batches
+from jaxlc.data.sequences.loader import Batches
 from jaxlc.posttrain.losses import PolicyLoss
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory import explained
@@ -48,7 +48,6 @@ from jaxlc.train.callbacks import (
     Stop,
     run_due,
 )
-from jaxlc.train.data import Reference, reference_lines, training_batches
 from jaxlc.train.reports.manifest import (
     keep_config,
     keep_plan,
@@ -59,21 +58,24 @@ from jaxlc.train.reports.manifest import (
 )
 from jaxlc.train.reports.metrics import MetricsLog, WandbWriter, open_metrics
 from jaxlc.train.reports.progress import LOG_FILE, Progress
-from jaxlc.train.reports.start_report import step_lines
+from jaxlc.train.reports.run_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
 from jaxlc.train.result import Result
 from jaxlc.train.stage import StageRun, open_workdir
 from jaxlc.train.stage_setup import (
     Outputs,
     PreparedStage,
+    Reference,
     check_equal_settings,
     check_same_state,
     check_stages,
     check_weights,
     first_position,
+    reference_lines,
     stage_after,
     stage_until,
     start_lines,
+    training_batches,
     with_stored_start,
 )
 from jaxlc.train.step_profiler import StepProfiler

@@ -41,13 +41,13 @@ from jaxlc.step.language_model import TrainedModel
 from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation import Evaluation, Evaluator
-from jaxlc.train.reports.final_report import (
+from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
+from jaxlc.train.reports.run_report import (
     LOSS_BY_POSITION_PLOT,
     LOSS_PLOT,
     OPTIMIZER_PLOT,
     REWARD_PLOT,
 )
-from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

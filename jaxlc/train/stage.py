@@ -34,6 +34,7 @@ from jaxlc.core.files import (
     make_writable,
     write_errors_explained,
 )
+from jaxlc.generation.generate_text import SAMPLES, write_samples
 from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import (
@@ -42,13 +43,11 @@ from jaxlc.runtime.watchdog import (
     wait_for_processes,
 )
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
-from jaxlc.train.data import ROLLOUTS
 from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
+from jaxlc.train.reports.run_report import write_report
 from jaxlc.train.result import Result
-from jaxlc.train.samples import SAMPLES, write_samples
-from jaxlc.train.stage_setup import Outputs, PreparedStage, num_tokens_until
+from jaxlc.train.stage_setup import ROLLOUTS, Outputs, PreparedStage, num_tokens_until
 
 
 @dataclass(frozen=True, kw_only=True)

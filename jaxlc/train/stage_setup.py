@@ -4,19 +4,26 @@ A stage starts from the checkpoint at the end of the stage before, also within o
 that is killed at a stage boundary resumes exactly like an uninterrupted one, and the arrays get the
 shardings of the new stage's mesh.
 
-A run checks its settings, workdir and data here, before it writes or compiles anything.
+A run checks its settings, workdir and data here, before it writes or compiles anything. `training_batches` yields the
+batches of a stage from the sequences of its data source; `Reference` adds the log-probabilities of a reference model.
 """
 
 import contextlib
 import functools
+import itertools
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from jaxlc.checkpoints.files import (
     BASE,
@@ -41,25 +48,159 @@ from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.source import DataSource
+from jaxlc.core.text import gib
+from jaxlc.data import Corpus
+from jaxlc.data.sequences.loader import DataSource, batches
+from jaxlc.data.sequences.packing import BalancedSequences
+from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
+from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
+from jaxlc.generation.generate_text import Sampler
 from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
 from jaxlc.generation.server_rollouts import ServerRollouts
 from jaxlc.models.lora import trained_settings
-from jaxlc.posttrain.rollouts import Rollouts
+from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences, raise_together
 from jaxlc.posttrain.traces import with_reference
-from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
-from jaxlc.step.state import TrainState
+from jaxlc.runtime import watchdog
+from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0, wait_for_processes
+from jaxlc.step.batch import BATCH_SPEC, Batch
+from jaxlc.step.state import TrainState, bytes_per_device, lacks_host_memory
 from jaxlc.step.step import TrainStep
 from jaxlc.train.callbacks import Callbacks, Position, TrainingStopped, is_period
-from jaxlc.train.data import ROLLOUTS
 from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
 from jaxlc.train.reports.progress import Progress
-from jaxlc.train.reports.start_report import data_lines, resume_lines
-from jaxlc.train.samples import Sampler
+from jaxlc.train.reports.run_report import data_lines, resume_lines
 from jaxlc.train.stragglers import Stragglers
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.5
+ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files of rollouts, by step
+
+
+def training_batches(
+    source: DataSource,
+    step: TrainStep,
+    next_sequence: int,
+    num_steps: int,
+    stop: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[dict[str, jax.Array], bool]]:
+    """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
+
+    Args:
+      stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
+    """
+    train, sequences = step.config.train, source.train
+    if isinstance(source, (Corpus, Stream)) and step.config.attention.document_mask:
+        sequences = BalancedSequences(source.train, step.config, next_sequence)
+    stream = batches(
+        sequences,
+        first_sequence=next_sequence,
+        global_batch_size=train.global_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        seq_len=step.config.data.seq_len,
+        arranged=step.sequence_order.arranged,
+        sharding=NamedSharding(step.mesh, BATCH_SPEC),
+        prefetch_steps=step.config.data.prefetch_steps,
+    )
+    with contextlib.closing(stream), contextlib.ExitStack() as stack:
+        # before the stream is closed, whose threads may wait for a file
+        stack.callback(source.stop_waiting)
+        stack.callback(source.close)
+        items: Iterator = _until_end(stream)
+        if isinstance(source, OwnBatches):
+            yield from _marking_last(itertools.islice(items, num_steps))
+            return
+        # endless, unless `stop_waiting` was called
+        if isinstance(source, Rollouts) and jax.process_count() > 1:
+            first_step = next_sequence // train.global_batch_size + 1
+            items = together(items, source.train, first_step, stop)
+        yield from ((arrays, count == num_steps) for count, arrays in enumerate(items, start=1))
+
+
+def _until_end(stream: Iterator) -> Iterator:
+    with contextlib.suppress(EndOfBatches):
+        yield from stream
+
+
+def _marking_last(stream: Iterator) -> Iterator:
+    """Yields (item, whether it is the last one); reads one item ahead."""
+    current = next(stream, None)
+    while current is not None:
+        following = next(stream, None)
+        yield current, following is None
+        current = following
+
+
+def together(
+    items: Iterator[T], sequences: RolloutSequences, first_step: int, stop: Callable[[], object]
+) -> Iterator[T]:
+    """Yields the items, one per step; before each, all processes wait until all of them find the
+    file of the step.
+
+    They wait in the main thread, since the devices compare notes twice a second, and call `stop`
+    together: a signal to one process, of which only JAX's preemption service knows, ends the
+    waiting of all at the same time.
+    """
+    for step in itertools.count(first_step):
+        while True:
+            # A process that is late raises the error when it reads the file, as a single process
+            # does.
+            raise_together(sequences.failure)
+            is_over = sequences.path(step).is_file() or sequences.is_late(step)
+            if multihost_utils.process_allgather(np.array(is_over)).all():
+                break
+            if stop() is not None:
+                sequences.close()  # the threads of `items` wait for the file, too
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
+
+
+def reference_lines(step: TrainStep) -> list[str]:
+    """The weights of the reference model and their memory, for the start report; they are checked.
+
+    Raises:
+      UserError: they cannot be read, or differ from the config.
+    """
+    if step.reference is None:
+        return []
+    check_pretrained(step.reference)
+    size = gib(bytes_per_device(step.reference.abstract_state.params))
+    problem = lacks_host_memory(step.mesh)
+    where = "in pinned host memory" if problem is None else f"on the device: {problem}"
+    return [f"reference  {step.reference.config.model.init_from}, {size} GiB per device {where}"]
+
+
+class Reference:
+    """Adds the log-probabilities of config.posttrain.reference='model' to batches; without it, they
+    stay as they are.
+
+    The weights are in pinned host memory, and each layer is copied to the device while the layer
+    before it computes (`models.offloaded_layers`). A batch gets its log-probabilities before its
+    step, which then reads them as recorded.
+    """
+
+    def __init__(self, step: TrainStep, progress: Progress):
+        self._params = self._log_probs = None
+        if (reference := step.reference) is None:
+            return
+        with watchdog.phase("compilation", repeats=False), progress.compiling("the reference"):
+            self._log_probs = reference.compile_lowered(reference.lower_log_probs())
+        with progress.progress_bar(f"reading {reference.config.model.init_from}") as update:
+            self._params, line = load_pretrained(reference, update)
+        progress.log(f"reference: {line.split(maxsplit=1)[1]}")
+        wait_for_processes("reference read")
+
+    def __call__(self, batch: Batch) -> Batch:
+        if self._log_probs is None:
+            return batch
+        return batch._replace(reference_log_probs=self._log_probs(self._params, batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +462,7 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
     shardings.
 
     Args:
-      step_lines: of each stage; see `start_report.step_lines`.
+      step_lines: of each stage; see `run_report.step_lines`.
     """
     lines: list[str] = []
     for stage, lines_of_step in zip(stages, step_lines):

@@ -7,8 +7,7 @@ import pytest
 from jaxlc.config import defaults, from_dict, load, to_dict
 from jaxlc.config.command_line import parse
 from jaxlc.config.loading import with_settings
-from jaxlc.config.values import SettingError
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import SettingError, UserError
 from tests.advice import flags, followed
 
 MIXTURE = {

@@ -9,10 +9,10 @@ from ml_collections import ConfigDict
 import jaxlc
 from jaxlc.config import defaults, from_dict, load, read_config, to_dict, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
-from jaxlc.config.old_names import RENAMED, new_path
+from jaxlc.config.other_names import RENAMED, new_path
 from jaxlc.config.settings import hint_at
-from jaxlc.config.values import SettingError, flattened
-from jaxlc.core.errors import UserError
+from jaxlc.config.values import flattened
+from jaxlc.core.errors import SettingError, UserError
 
 SIZES = dict(
     delta_key_heads=2, delta_value_heads=4, delta_key_dim=8, delta_value_dim=8, delta_conv_taps=4

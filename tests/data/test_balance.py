@@ -9,7 +9,7 @@ from jaxlc.config.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.data.sequences.packing import balanced_order, replica_cost
 from jaxlc.plan.packing_estimates import mix_of_lengths
-from jaxlc.train.data import training_batches
+from jaxlc.train.stage_setup import training_batches
 from tests.data.corpora import make_config
 from tests.step.synthetic import TOKENS as S
 from tests.step.synthetic import small_config, small_step

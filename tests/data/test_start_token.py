@@ -20,7 +20,7 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer, starting_with
 from jaxlc.generation.generate_text import PromptEncoder
 from jaxlc.posttrain.records import TraceReader
-from jaxlc.train.reports.start_report import start_token_lines
+from jaxlc.train.reports.run_report import start_token_lines
 from jaxlc.train.stage_setup import with_stored_start
 from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, VARIABLES, write_tokenizer
 from tests.generation.test_prompts import add_bos_processor

@@ -1,8 +1,7 @@
 import pytest
 
 from jaxlc.config import defaults, load
-from jaxlc.hlo import analyze
-from jaxlc.hlo.analysis import flops_by_rank, imbalance
+from jaxlc.hlo import analyze, flops_by_rank, imbalance
 from jaxlc.hlo.parser import is_in_attention, label, pass_of
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import topology

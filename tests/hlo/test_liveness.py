@@ -1,5 +1,4 @@
-from jaxlc.hlo import parse
-from jaxlc.hlo.analysis import max_alive
+from jaxlc.hlo import max_alive, parse
 from tests.hlo.snippets import RING, program
 
 

@@ -25,7 +25,7 @@ from jaxlc.models.contract import LayerOutput, LayerTokens
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.remat import make_remat
-from jaxlc.train.reports import start_report
+from jaxlc.train.reports import run_report
 from tests.models.small import context_of, small_inputs, small_mesh, small_model, small_params
 from tests.step.synthetic import (
     HYBRID,
@@ -239,9 +239,9 @@ def test_layers_may_have_no_trained_parameters(memory):
 
 def test_start_of_a_run_names_many_layers_in_the_program(monkeypatch):
     step = small_step(config_of("dense"))
-    assert "compiled one by one" not in "\n".join(start_report.step_lines(step))
-    monkeypatch.setattr(start_report, "_MANY_LAYERS", 3)
-    assert "layers     4 of 9 are compiled one by one" in "\n".join(start_report.step_lines(step))
+    assert "compiled one by one" not in "\n".join(run_report.step_lines(step))
+    monkeypatch.setattr(run_report, "_MANY_LAYERS", 3)
+    assert "layers     4 of 9 are compiled one by one" in "\n".join(run_report.step_lines(step))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
-from jaxlc.hlo.analysis import imbalance, max_alive
+from jaxlc.hlo import imbalance, max_alive
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES
 from jaxlc.simulate.topology import topology

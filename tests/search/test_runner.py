@@ -19,9 +19,9 @@ from jaxlc.cli import planning
 from jaxlc.cli.planning import SweepFlags
 from jaxlc.cli.planning import sweep_main as main
 from jaxlc.config import Config, command_line, defaults, load, with_settings
+from jaxlc.core import processes
 from jaxlc.core import text as progress_lines
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, runner
 from jaxlc.search import ranking as results
 from jaxlc.search.ranking import Ranking
@@ -256,7 +256,7 @@ def test_exit_reason_is_the_error_above_a_list_of_flags():
         "E1127 13:07:00 b.cc:2] value maybe for flag",
         "F1127 13:07:00 parsing failed",
     ]
-    reason = worker_processes._exit_reason(-6, [*lines, "Flags:", "\t--xla_last=false\tbool"])
+    reason = processes._exit_reason(-6, [*lines, "Flags:", "\t--xla_last=false\tbool"])
     assert reason == f"the process was killed by SIGABRT; its last output: {lines[1]}; {lines[2]}"
 
 
@@ -517,7 +517,7 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
     config = with_settings(load(small_config()), {"runtime.topology": "h100:1x4"})
-    ((_, row),) = worker_processes.run_in_processes([config], runner.estimate_point, num_workers=1)
+    ((_, row),) = processes.run_in_processes([config], runner.estimate_point, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1

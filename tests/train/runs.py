@@ -17,7 +17,7 @@ from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import TrainStep, build_step
-from jaxlc.train.reports import final_report
+from jaxlc.train.reports import run_report
 from jaxlc.train.reports.metrics import METRICS_FILE, is_timing, read_rows
 from tests import environment, helpers
 
@@ -69,7 +69,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes runs in this process write no plots. test_final_report.py and test_run_api.py have
     those of a run.
     """
-    monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run_report, "write_plots", lambda *_: [])
 
 
 def _compiled_once(method):

@@ -20,9 +20,9 @@ PROGRAM = """
 import sys
 from jaxlc import train
 from jaxlc.config import read_config
-from jaxlc.train.reports import final_report
+from jaxlc.train.reports import run_report
 
-final_report.write_plots = lambda *_: []
+run_report.write_plots = lambda *_: []
 config, *workdirs = sys.argv[1:]
 for workdir in workdirs:
     settings = read_config(config)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.reports.final_report import LOADS_FILE, is_recorded, read_loads, write_loads
 from jaxlc.train.reports.plots import experts_figure
+from jaxlc.train.reports.run_report import LOADS_FILE, is_recorded, read_loads, write_loads
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlc.evals.document_loss import DocumentSums
 from jaxlc.train.evaluation import ContextGain, Evaluation
-from jaxlc.train.reports.final_report import write_report
+from jaxlc.train.reports.run_report import write_report
 from tests.helpers import png_size, record_figures
 from tests.step.synthetic import documents_evaluation, small_config
 

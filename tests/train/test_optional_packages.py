@@ -3,7 +3,7 @@
 import json
 
 from jaxlc.core import errors
-from jaxlc.train.reports import final_report, metrics
+from jaxlc.train.reports import metrics, run_report
 
 
 def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):
@@ -17,7 +17,7 @@ def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):
 
 def test_plots_without_matplotlib_are_skipped_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "is_installed", lambda package: False)
-    lines = final_report.write_plots(tmp_path, [], evaluation=None)
+    lines = run_report.write_plots(tmp_path, [], evaluation=None)
     assert lines == [
         f"plots           skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}"
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlc.attention.kernels import cudnn
 from jaxlc.config import to_dict
-from jaxlc.train.reports.start_report import corpus_lines, resume_lines, step_lines
+from jaxlc.train.reports.run_report import corpus_lines, resume_lines, step_lines
 from tests.step.synthetic import small_config, small_step
 
 CORPUS = SimpleNamespace(

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxlc.config.frozen import RUN_LENGTHS, Config, Stage, StageConfig, merged_settings
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
-from jaxlc.config.values import SettingError, invalid_value, range_problems, typed
-from jaxlc.core.errors import UserError, raise_first
+from jaxlc.config.values import invalid_value, range_problems, typed
+from jaxlc.core.errors import SettingError, UserError, raise_first
 from jaxlc.core.text import did_you_mean, nearest_name
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"

@@ -29,7 +29,7 @@ from jaxlc.config.models.rope_json import (
     rope_fields,
     rope_settings,
 )
-from jaxlc.config.old_names import renamed
+from jaxlc.config.other_names import renamed
 from jaxlc.config.values import Above0, From1, flattened, plain, typed, with_floats
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import suggestion

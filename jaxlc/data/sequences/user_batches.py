@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, array_dtypes
-from jaxlc.data.sequences.source import DataSource, Inputs
+from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, DataSource, Inputs, array_dtypes
 
 # in the meta of a checkpoint instead of the fingerprint of a corpus
 CALLER_BATCHES = "batches of the caller"

@@ -14,8 +14,8 @@ from jaxlc.step.loss import ExpertMetrics
 from jaxlc.step.precision import is_retried
 from jaxlc.step.step import StepMetrics
 from jaxlc.train.callbacks import TrainingStopped, is_period
-from jaxlc.train.reports.final_report import is_recorded, write_loads
 from jaxlc.train.reports.metrics import PendingMetrics
+from jaxlc.train.reports.run_report import is_recorded, write_loads
 from jaxlc.train.stage import StageRun
 
 # passed to `Callback.on_step`
