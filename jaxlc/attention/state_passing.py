@@ -8,7 +8,6 @@ and the second ones in reverse order.
 
     entering_states    the states that enter all groups of tokens of a rank
     tile_states        the same, of layers that run in tiles
-    states_of_groups   the same, of the chains of per-document sharding
     continued_states   the same, and the last state, of a sequence that starts with a state: generation
     predecessors       the last tokens of the fragments before a rank's fragments
 """
@@ -108,112 +107,81 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Arra
 
 
 @jax.named_scope(scopes.DELTA_STATES)
-def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
-    """The state that enters each group of tokens, [groups, B, H, K, V] for each fragment. Sequences
-    start with 0.
+def entering_states(
+    maps: Affine, ranks: Ranks, num_fragments: int, fragment_GB: jax.Array | None = None
+) -> jax.Array:
+    """The state that enters each group of tokens, [G, B, H, K, V]. Sequences start with 0.
 
     Rematerialization knows the states that enter fragments as "delta_states"; where they are saved,
     the exchange is not repeated.
 
     Args:
-      maps: of the groups of each fragment of this rank, arrays [groups, B, ...].
+      maps: of all groups of this rank, arrays [G, B, ...], those of one fragment after the other.
+      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order. More: those of
+        chains, which are independent of each other; the fragments 2 i and 2 i + 1 are the two of chain i.
+      fragment_GB: of `sharded_recurrence.GroupTable`. None: all fragments have equal numbers of groups.
     """
-    return _entering(maps, ranks, 1)
+    return _entering(maps, fragment_GB, ranks, num_fragments, 1)
 
 
-@jax.named_scope(scopes.DELTA_STATES)
-def states_of_groups(
-    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _entering(
+    maps: Affine,
+    fragment_GB: jax.Array | None,
+    ranks: Ranks,
+    num_fragments: int,
+    direction: int,
 ) -> jax.Array:
-    """As `entering_states`, [G, B, H, K, V], of fragments with any numbers of groups.
-
-    Args:
-      maps: of all groups of this rank, arrays [G, B, ...].
-      fragment_GB: of `sharded_recurrence.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
-    """
-    return _states_of_groups(maps, fragment_GB, ranks, num_fragments)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _entering(maps: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
     """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1,
     or else -1.
     """
-    return _group_states(maps, _fragment_states(list(map(total, maps)), ranks, direction))
+    return _entering_forward(maps, fragment_GB, ranks, num_fragments, direction)[0]
 
 
-def _entering_forward(maps, ranks, direction):
+def _entering_forward(maps, fragment_GB, ranks, num_fragments, direction):
+    totals = _totals(maps, fragment_GB, num_fragments)
     # Named inside the rule: see strategies/ring.py.
-    fragment_states = checkpoint_name(
-        _fragment_states(list(map(total, maps)), ranks, direction), "delta_states"
-    )
-    return _group_states(maps, fragment_states), (maps, fragment_states)
+    fragment_states = checkpoint_name(_exchanged(totals, ranks, direction), "delta_states")
+    return _spread(maps, fragment_GB, fragment_states), (maps, fragment_GB, fragment_states)
 
 
-def _entering_backward(ranks, direction, residuals, gradients):
+def _entering_backward(ranks, num_fragments, direction, residuals, dS):
     """S' = M S + U backwards: the gradient of S is M^T dS' plus the gradient of its uses, an affine
     map as well.
     """
-    maps, fragment_states = residuals
-    # Backwards, the second fragments of zigzag order are the first, again in the order of the
-    # ranks.
-    transposed = [Affine(fragment.M.mT[::-1], dS[::-1]) for fragment, dS in zip(maps, gradients)]
-    reversed_states = _entering(
-        transposed[::-1], ranks, direction if len(maps) == 2 else -direction
-    )
-    leaving = [states[::-1] for states in reversed_states[::-1]]
-    entering = _group_states(maps, fragment_states)
-    return ([pair[0].gradient(*pair[1:]) for pair in zip(maps, entering, leaving)],)
+    maps, fragment_GB, fragment_states = residuals
+    transposed, reverse_GB = Affine(maps.M.mT[::-1], dS[::-1]), None
+    if fragment_GB is not None:
+        reverse_GB = jnp.where(fragment_GB < num_fragments, fragment_GB ^ 1, fragment_GB)[::-1]
+    # Backwards, the second fragment of each chain is the first, again in the order of the ranks.
+    backwards = -direction if num_fragments == 1 else direction
+    leaving = _entering(transposed, reverse_GB, ranks, num_fragments, backwards)[::-1]
+    entering = _spread(maps, fragment_GB, fragment_states)
+    return maps.gradient(entering, leaving), None
 
 
 _entering.defvjp(_entering_forward, _entering_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _states_of_groups(
-    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
-) -> jax.Array:
-    return _spread(maps, fragment_GB, _chain_states(maps, fragment_GB, ranks, num_fragments))
+def _exchanged(totals: Affine, ranks: Ranks, direction: int) -> jax.Array:
+    """The state that enters each fragment, [F, B, H, K, V], from the maps of the fragments."""
+    shape = totals.U.shape
+    # the first and the second fragments, [chains x B, ...]
+    halves = [
+        jax.tree.map(lambda x, i=i: x[i::2].reshape(-1, *x.shape[2:]), totals)
+        for i in range(min(shape[0], 2))
+    ]
+    entering = _fragment_states(halves, ranks, direction)
+    return jnp.stack([S.reshape(-1, *shape[1:]) for S in entering], axis=1).reshape(shape)
 
 
-def _groups_forward(maps, fragment_GB, ranks, num_fragments):
-    fragment_states = checkpoint_name(
-        _chain_states(maps, fragment_GB, ranks, num_fragments), "delta_states"
-    )
-    return _spread(maps, fragment_GB, fragment_states), (maps, fragment_GB, fragment_states)
-
-
-def _groups_backward(ranks, num_fragments, residuals, dS):
-    """As `_entering_backward`: the second fragment of each chain is the first."""
-    maps, fragment_GB, fragment_states = residuals
-    reverse_GB = jnp.where(fragment_GB < num_fragments, fragment_GB ^ 1, fragment_GB)[::-1]
-    transposed = Affine(maps.M.mT[::-1], dS[::-1])
-    leaving = _states_of_groups(transposed, reverse_GB, ranks, num_fragments)[::-1]
-    entering = _spread(maps, fragment_GB, fragment_states)
-    return maps.gradient(entering, leaving), None
-
-
-_states_of_groups.defvjp(_groups_forward, _groups_backward)
-
-
-def _chain_states(
-    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
-) -> jax.Array:
-    """The state that enters each fragment, [F, B, H, K, V]. Chains are independent of each other."""
-    totals = _totals(maps, fragment_GB, num_fragments)
-
-    def chains(x, i):  # [F, B, ...] -> [chains x B, ...]
-        return x[i::2].reshape(-1, *x.shape[2:])
-
-    halves = [jax.tree.map(lambda x, i=i: chains(x, i), totals) for i in range(2)]
-    entering = [S.reshape(-1, *totals.U.shape[1:]) for S in _fragment_states(halves, ranks, 1)]
-    return jnp.stack(entering, axis=1).reshape(totals.U.shape)
-
-
-def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
+def _totals(maps: Affine, fragment_GB: jax.Array | None, num_fragments: int) -> Affine:
     """The map of all groups of each fragment, arrays [F, B, ...]; without groups, the map of no
     tokens.
     """
+    if fragment_GB is None:
+        each = map(total, fragments_of(maps, num_fragments, 0))
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
     empty = _empty(jax.tree.map(lambda x: x[0], maps))
 
     def step(before, group):
@@ -231,10 +199,13 @@ def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
     return _where(_like_maps(last_FB >= 0), last, empty)
 
 
-def _spread(maps: Affine, fragment_GB: jax.Array, fragment_states: jax.Array) -> jax.Array:
+def _spread(maps: Affine, fragment_GB: jax.Array | None, fragment_states: jax.Array) -> jax.Array:
     """The state that enters each group, [G, B, ...], from those that enter the fragments, [F, B,
     ...].
     """
+    if fragment_GB is None:
+        each = zip(fragments_of(maps, len(fragment_states), 0), fragment_states)
+        return jnp.concatenate([_states(*pair) for pair in each])
 
     def step(S, group):
         group_map, fragment_B, is_first_B = group
@@ -267,11 +238,6 @@ def _fragment_states(totals: list[Affine], ranks: Ranks, direction: int) -> list
         fragment = fragment._replace(U=jnp.where(is_turn, fragment(turn), fragment.U))
         entering.append(jnp.where(is_turn, turn, _before(fragment, ranks, -direction).U))
     return entering
-
-
-def _group_states(maps: list[Affine], entering: list[jax.Array]) -> list[jax.Array]:
-    """The state that enters each group, from those that enter the fragments."""
-    return [_states(*pair) for pair in zip(maps, entering)]
 
 
 def _states(maps: Affine, S: jax.Array) -> jax.Array:
@@ -331,6 +297,6 @@ def tile_states(maps: Affine, ranks: Ranks) -> jax.Array:
     """The states that enter both pieces of all tiles of a rank, [tiles, 2, B, H, K, V], from their
     maps, [tiles, 2, ...]. The pieces of the second fragment are in reverse order
     (`attention/query_tiles.py`)."""
-    first, second = (jax.tree.map(lambda x, i=i: x[:, i], maps) for i in range(2))
-    entering = entering_states([first, jax.tree.map(lambda x: x[::-1], second)], ranks)
-    return jnp.stack([entering[0], entering[1][::-1]], axis=1)
+    in_order = jax.tree.map(lambda x: jnp.concatenate([x[:, 0], x[::-1, 1]]), maps)
+    first, second = jnp.split(entering_states(in_order, ranks, 2), 2)
+    return jnp.stack([first, second[::-1]], axis=1)

@@ -53,7 +53,7 @@ from jaxlc.models.contract import (
 )
 from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.models.matmuls import in_use
-from jaxlc.sharding.mesh import Ranks, shard_map
+from jaxlc.sharding.mesh import ranks_of, shard_map
 from jaxlc.sharding.rules import Sharder
 
 # Initial decay: A uniform in the first range, step sizes log-uniform in the second (Dao and Gu
@@ -268,7 +268,7 @@ class CachedRecurrence:
         """
         states = RecurrentCache(_STATE, _PAST, _PAST, _PAST)
         operands = Operands(*operands).split_over(self.mesh.shape[TENSOR])
-        in_specs = (operands.specs, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
+        in_specs = (operands.specs, states, PartitionSpec(), _BATCH)
         is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
         mixed = self._decode if is_decoding else self._prefill
 
@@ -283,10 +283,6 @@ class CachedRecurrence:
         split = shard_map(local, self.mesh, in_specs, (HEADS, states))
         return split(operands, cache, layer, new)
 
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
-
     # The methods below run inside `shard_map`.
 
     def _prefill(self, operands: Operands, state: jax.Array, past: list, new: NewTokens):
@@ -296,7 +292,11 @@ class CachedRecurrence:
         is_new_bt = first + jnp.arange(num_tokens) < new.num_new_B[:, None]
         inputs = (
             filtered(
-                x, taps, None, past_bPW=before.reshape(*before.shape[:2], -1), ranks=self._ranks
+                x,
+                taps,
+                None,
+                past_bPW=before.reshape(*before.shape[:2], -1),
+                ranks=ranks_of(self.mesh),
             )
             for x, taps, before in zip(arrays, operands.filters, past)
         )
@@ -304,7 +304,7 @@ class CachedRecurrence:
         g, beta = (jnp.where(like(is_new_bt, x), x, 0) for x in (operands.g_BTH, operands.beta_BTH))
         operands = operands._replace(g_BTH=g, beta_BTH=beta)
         tokens = operands.tokens(*unit_lengths(self.rule, *inputs), None, None)
-        out, state = continued_recurrence(tokens, self.rule, state, ranks=self._ranks)
+        out, state = continued_recurrence(tokens, self.rule, state, ranks=ranks_of(self.mesh))
         last = (_last_inputs(*pair, first, new) for pair in zip(past, arrays))
         return out, state, *last
 

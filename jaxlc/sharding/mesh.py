@@ -92,6 +92,11 @@ class Ranks(NamedTuple):
         )
 
 
+def ranks_of(mesh: Mesh, axis: str = CONTEXT) -> Ranks:
+    """The ranks of an axis of the mesh."""
+    return Ranks(axis, mesh.shape[axis])
+
+
 def shard_map(local: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """`jax.shard_map` without the tracking of check_vma, which does not know how values vary in rules
     of `custom_vjp` and in Pallas' interpret mode. Operands here vary over each axis that splits them.
@@ -112,7 +117,7 @@ def split_context(
       UserError: `inner` does not divide the axis.
     """
     if inner is None:
-        return mesh, (Ranks(axis, mesh.shape[axis]),)
+        return mesh, (ranks_of(mesh, axis),)
     if mesh.shape[axis] % inner:
         raise UserError(
             f"invalid value {inner} for ulysses_degree: expected a divisor of {axis}={mesh.shape[axis]}"

@@ -20,6 +20,7 @@ from jaxlc.attention.state_passing import (
     Affine,
     continued_states,
     entering_states,
+    fragments_of,
     predecessors,
     tile_states,
     total,
@@ -87,9 +88,8 @@ class TiledMean(NamedTuple):
 
     def maps(self, operands, before, ranges):
         def local(v, a, continues):
-            return jax.tree.map(
-                lambda *x: jnp.stack(x), *(total(maps) for maps in _maps(v, a, continues, 2))
-            )
+            pieces = fragments_of(_maps(v, a, continues), 2, 0)
+            return jax.tree.map(lambda *x: jnp.stack(x), *map(total, pieces))
 
         return _split(local, self.mesh, (HEADS, DECAY, TOKENS), PIECES)(*operands, ranges)
 
@@ -101,8 +101,8 @@ class TiledMean(NamedTuple):
 
     def outputs(self, operands, before, states, ranges):
         def local(v, a, continues, states):
-            pieces = zip(_maps(v, a, continues, 2), states)
-            return _outputs([_after(maps, S) for maps, S in pieces], v)
+            pieces = zip(fragments_of(_maps(v, a, continues), 2, 0), states)
+            return _outputs(jnp.concatenate([_after(maps, S) for maps, S in pieces]), v)
 
         return _split(local, self.mesh, (HEADS, DECAY, TOKENS, PIECES), HEADS)(
             *operands, ranges, states
@@ -118,13 +118,13 @@ class CachedMean(NamedTuple):
         def local(v, a, cache, layer, num_new_b):
             first = lax.axis_index(CONTEXT) * v.shape[1]
             is_new = (first + jnp.arange(v.shape[1]) < num_new_b[:, None])[..., None, None]
-            (maps,) = _maps(v, a, jnp.ones(v.shape[:2], bool), 1)
+            maps = _maps(v, a, jnp.ones(v.shape[:2], bool))
             is_new = jnp.moveaxis(is_new, 1, 0)[..., None]  # padding does not change the state
             maps = Affine(jnp.where(is_new, maps.M, 1), jnp.where(is_new, maps.U, 0))
             state = lax.dynamic_index_in_dim(cache, layer, 1, keepdims=False)[:, :, None]
             states, last = continued_states(maps, state, _ranks(self.mesh))
             cache = lax.dynamic_update_index_in_dim(cache, last[:, :, 0], layer, 1)
-            return _outputs([jax.vmap(Affine.__call__)(maps, states)], v), cache
+            return _outputs(jax.vmap(Affine.__call__)(maps, states), v), cache
 
         batch = PartitionSpec(BATCH_AXES)
         call = _split(
@@ -157,12 +157,11 @@ def _continues(tokens, *, mesh):
     return _split(local, mesh, (TOKENS,), TOKENS)(segments_BT)
 
 
-def _maps(v_bthV, a_h, continues_bt, num_fragments: int) -> list[Affine]:
-    """The map of each token of each fragment, arrays [t, b, h, 1, 1 or V]."""
+def _maps(v_bthV, a_h, continues_bt) -> Affine:
+    """The map of each token, arrays [t, b, h, 1, 1 or V]."""
     M = jnp.where(continues_bt[..., None], a_h, 0)[..., None, None]
     U = ((1 - a_h)[:, None] * v_bthV.astype(jnp.float32))[:, :, :, None]
-    maps = jax.tree.map(lambda x: jnp.split(jnp.moveaxis(x, 1, 0), num_fragments), Affine(M, U))
-    return [Affine(*parts) for parts in zip(*maps)]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), Affine(M, U))
 
 
 def _after(maps: Affine, S: jax.Array) -> jax.Array:
@@ -170,15 +169,13 @@ def _after(maps: Affine, S: jax.Array) -> jax.Array:
     return lax.scan(lambda S, token: (token(S), token(S)), S, maps)[1]
 
 
-def _outputs(states: list[jax.Array], v_bthV: jax.Array) -> jax.Array:
-    """[b, t, h, V] from the states after the tokens of each fragment, [t, b, h, 1, V]."""
-    return jnp.moveaxis(jnp.concatenate(states)[:, :, :, 0], 0, 1).astype(v_bthV.dtype)
+def _outputs(states: jax.Array, v_bthV: jax.Array) -> jax.Array:
+    """[b, t, h, V] from the states after the tokens, [t, b, h, 1, V]."""
+    return jnp.moveaxis(states[:, :, :, 0], 0, 1).astype(v_bthV.dtype)
 
 
 def _mean(v_bthV, a_h, continues_bt, *, ranks: Ranks):
-    maps = _maps(v_bthV, a_h, continues_bt, 2 if ranks.size > 1 else 1)
-    states = entering_states(maps, ranks)
-    return checkpoint_name(
-        _outputs([jax.vmap(Affine.__call__)(*pair) for pair in zip(maps, states)], v_bthV),
-        "attention_out",
-    )
+    maps = _maps(v_bthV, a_h, continues_bt)
+    states = entering_states(maps, ranks, 2 if ranks.size > 1 else 1)
+    out = _outputs(jax.vmap(Affine.__call__)(maps, states), v_bthV)
+    return checkpoint_name(out, "attention_out")

@@ -133,10 +133,8 @@ def _fragment_tails(own: list[Tail], ranks: Ranks) -> list[Tail]:
     # of this rank's fragments in the sequence
     places = [index, num_fragments - 1 - index][: len(own)]
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *own)
-    if ranks.size > 1:
-        stacked = jax.tree.map(lambda t: lax.all_gather(t, ranks.axis), stacked)
-    else:
-        stacked = jax.tree.map(lambda t: t[None], stacked)
+    gathered = functools.partial(lax.all_gather, axis_name=ranks.axis)
+    stacked = jax.tree.map(gathered if ranks.size > 1 else lambda t: t[None], stacked)
     parts = [jax.tree.map(lambda t, i=i: t[:, i][:: 1 - 2 * i], stacked) for i in range(len(own))]
     # in the order of the sequence
     all_tails = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)

@@ -26,7 +26,7 @@ from jaxlc.attention.state_passing import predecessors
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.sharding.mesh import Ranks, shard_map
+from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 
 class GroupTable(NamedTuple):
@@ -275,7 +275,7 @@ class ShardedRecurrence(NamedTuple):
         if fragments_BT is None:
             return Documents(segments_BT, prefixes_BTD)
         local = functools.partial(
-            group_table, ranks=self._ranks, num_chains=self.num_chains, num_before=max(1, self.num_taps - 1),
+            group_table, ranks=ranks_of(self.mesh), num_chains=self.num_chains, num_before=max(1, self.num_taps - 1),
             most_tokens=sharded_rule.GROUP_TOKENS,
         )  # fmt: skip
         return shard_map(local, self.mesh, (_TOKENS, _TOKENS), _TOKENS)(fragments_BT, segments_BT)
@@ -288,19 +288,15 @@ class ShardedRecurrence(NamedTuple):
           ranges: of `prepare`. None: each sequence is one segment, in zigzag order.
         """
         operands = Operands(*operands).split_over(self.mesh.shape[TENSOR])
-        ranks = self._ranks
+        ranks = ranks_of(self.mesh)
         ranges = ranges or Documents(None, None)
-        in_specs = (operands.specs, jax.tree.map(lambda _: _TOKENS, ranges))
+        in_specs = (operands.specs, _TOKENS)
         how = dict(rule=self.rule, ranks=ranks)
         if isinstance(ranges, GroupTable):
             local = functools.partial(_mixed_by_document, **how)
         else:
             local = functools.partial(_mixed, num_fragments=2 if ranks.size > 1 else 1, **how)
         return shard_map(local, self.mesh, in_specs, HEADS)(operands, ranges)
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
 
 
 def _mixed(
@@ -343,8 +339,7 @@ def _mixed_by_document(
         gates = jax.tree.map(lambda x: in_groups(x, table), operands[3:6])
         tokens = Tokens(*q_k_v, *gates, segments_bGg, segment_before_bG)
         groups, fragment_GB = jax.tree.map(lambda x: x.swapaxes(0, 1), (tokens, table.fragment_bG))
-        how = dict(ranks=ranks, num_fragments=num_fragments)
-        out = recurrence_in_groups(groups, rule, fragment_GB, **how)
+        out = recurrence_in_groups(groups, rule, ranks, num_fragments, fragment_GB)
         out = in_order(out.swapaxes(0, 1), table)
     return checkpoint_name(out, "attention_out")
 
@@ -380,8 +375,8 @@ def filtered(
 
 
 def unit_lengths(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-    """q, k and v, with q and k of length 1 if the rule has that."""
-    return (unit_length(q), unit_length(k), v) if rule.unit_length else (q, k, v)
+    """q, k and v, with q and k of length 1 for the delta rule."""
+    return (unit_length(q), unit_length(k), v) if rule.corrects else (q, k, v)
 
 
 def unit_length(x: jax.Array) -> jax.Array:

@@ -27,7 +27,6 @@ from jaxlc.attention.state_passing import (
     entering_states,
     fragments_of,
     predecessors,
-    states_of_groups,
 )
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
 from jaxlc.attention.strategies.strategy import (
@@ -41,7 +40,7 @@ from jaxlc.attention.strategies.strategy import (
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.mesh import Ranks, shard_map
+from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 GROUP_TOKENS = 1024
 _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of dimension 128
@@ -56,24 +55,21 @@ def recurrence(tokens: Tokens, rule: Rule, *, ranks: Ranks, num_fragments: int) 
         is followed by those that continue it.
       num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
-    maps, reads = _maps_and_reads(_groups_of_rank(tokens, ranks, num_fragments), rule)
-    states = entering_states(fragments_of(maps, num_fragments, 0), ranks)
-    out = _outputs(reads, jnp.concatenate(states))
+    groups = _groups_of_rank(tokens, ranks, num_fragments)
+    out = recurrence_in_groups(groups, rule, ranks, num_fragments)
     return _in_order(out, tokens.q_BLGK.shape[1], num_fragments)
 
 
-@jax.named_scope(scopes.LINEAR_ATTENTION)
 def recurrence_in_groups(
-    groups: Tokens, rule: Rule, fragment_GB: jax.Array, *, ranks: Ranks, num_fragments: int
+    groups: Tokens,
+    rule: Rule,
+    ranks: Ranks,
+    num_fragments: int,
+    fragment_GB: jax.Array | None = None,
 ) -> jax.Array:
-    """The outputs [G, B, g, H, V] of groups of tokens in the order of per-document sharding.
-
-    Args:
-      groups: arrays [G, B, g, ...].
-      fragment_GB, num_fragments: of `sharded_recurrence.GroupTable`.
-    """
+    """The outputs [G, B, g, H, V] of groups of tokens, arrays [G, B, g, ...]. See `entering_states`."""
     maps, reads = _maps_and_reads(groups, rule)
-    return _outputs(reads, states_of_groups(maps, fragment_GB, ranks, num_fragments))
+    return _outputs(reads, entering_states(maps, ranks, num_fragments, fragment_GB))
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -122,12 +118,9 @@ def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
         tokens = tokens._replace(segments_BL=jnp.ones((num_sequences, num_tokens), jnp.int32))
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
-    group_tokens = (
-        math.ceil(fragment_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
-    )
     fragments = fragments_of(tokens, num_fragments)
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
-    groups = [groups_of(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
+    groups = [groups_of(*pair, num_groups) for pair in zip(fragments, before)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 
@@ -141,14 +134,14 @@ def _in_order(out: jax.Array, num_tokens: int, num_fragments: int) -> jax.Array:
     return out[:, :, : num_tokens // num_fragments].reshape(len(out), num_tokens, *out.shape[3:])
 
 
-def groups_of(
-    tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int
-) -> Tokens:
-    """Arrays [num_groups, B, group_tokens, ...]. Tokens are appended that do not change the state:
-    0 in all arrays.
+def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int) -> Tokens:
+    """Arrays [num_groups, B, group tokens, ...], of whole chunks. Tokens are appended that do not
+    change the state: 0 in all arrays.
     """
-
-    missing = num_groups * group_tokens - tokens.segments_BL.shape[1]
+    num_tokens = tokens.segments_BL.shape[1]
+    group_chunks = math.ceil(num_tokens / (num_groups * chunks.CHUNK_TOKENS))
+    group_tokens = group_chunks * chunks.CHUNK_TOKENS
+    missing = num_groups * group_tokens - num_tokens
 
     def cut(x, mode="constant"):
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
@@ -312,7 +305,7 @@ def _split(
     specs = [PartitionSpec(axes.batch, axes.context, axes.head)] * num_with_heads
     specs += [None if arrays[num_with_heads] is None else PartitionSpec(axes.batch, axes.context)]
     specs += [PartitionSpec(None, axes.head)] * (len(arrays) - len(specs))
-    ranks = Ranks(axes.context, mesh.shape[axes.context])
+    ranks = ranks_of(mesh, axes.context)
     local = functools.partial(local, ranks=ranks, **dict(settings))
     return shard_map(local, mesh, tuple(specs), specs[0])(*arrays)
 

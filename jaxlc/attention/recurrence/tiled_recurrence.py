@@ -27,7 +27,6 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.query_tiles import tiles_of
-from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs
 from jaxlc.attention.recurrence.convolution import Tail, tails_before
 from jaxlc.attention.recurrence.sharded_recurrence import (
@@ -41,7 +40,7 @@ from jaxlc.attention.recurrence.sharded_rule import groups_of
 from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.sharding.mesh import Ranks, shard_map
+from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 _TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
 _TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
@@ -119,7 +118,7 @@ class TiledRecurrence(NamedTuple):
           operands: the fields of `Operands`, for the tokens of a tile.
           before: of this tile.
         """
-        return self._call(_maps, Affine(_PIECES, _PIECES), operands, before, segments)
+        return self._call(_maps, _PIECES, operands, before, segments)
 
     def states(self, maps: Affine) -> jax.Array:
         """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles,
@@ -127,8 +126,8 @@ class TiledRecurrence(NamedTuple):
         """
 
         pieces = PartitionSpec(None, *_PIECES)
-        local = functools.partial(tile_states, ranks=self._ranks)
-        return shard_map(local, self.mesh, (Affine(pieces, pieces),), pieces)(maps)
+        local = functools.partial(tile_states, ranks=ranks_of(self.mesh))
+        return shard_map(local, self.mesh, (pieces,), pieces)(maps)
 
     def outputs(
         self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments
@@ -143,21 +142,17 @@ class TiledRecurrence(NamedTuple):
 
     def _call(self, local: Callable, out_specs, operands: tuple, before, segments, *states):
         operands, local = self._split_over(operands), functools.partial(local, rule=self.rule)
-        in_specs = operands.specs, (HEADS,) * 3, _TOKENS, *(_PIECES for _ in states)
+        in_specs = operands.specs, HEADS, _TOKENS, *(_PIECES for _ in states)
         return shard_map(local, self.mesh, in_specs, out_specs)(operands, before, segments, *states)
 
     @property
     def _before_pieces(self) -> Callable:
         return functools.partial(
             _before_pieces,
-            ranks=self._ranks,
+            ranks=ranks_of(self.mesh),
             num_tokens=max(1, self.num_taps - 1),
             num_tensor_ranks=self.mesh.shape[TENSOR],
         )
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
 
 
 def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Rule) -> Affine:
@@ -194,8 +189,7 @@ def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
     tokens = Tokens(*q_k_v, *gates, own, None, prefixes)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
-    group_tokens = math.ceil(num_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
-    return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups, group_tokens)
+    return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups)
 
 
 def _pieces(x_bt: jax.Array) -> jax.Array:

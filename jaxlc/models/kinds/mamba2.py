@@ -48,7 +48,7 @@ class Mamba2(RecurrentMixer):
 
     @classmethod
     def rule(cls, model: ModelConfig) -> Rule:
-        return Rule(scale=1.0, corrects=False, unit_length=False)
+        return Rule(scale=1.0, corrects=False)
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
         t_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)

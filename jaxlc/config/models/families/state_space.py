@@ -43,16 +43,16 @@ def _granite_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _granite_read_settings(config: Fields) -> dict[str, Any]:
     """Without experts, the layers have the shared block alone."""
-    num_experts, shared = config["num_local_experts"] or 0, config["shared_intermediate_size"]
-    return {
-        **GRANITE.read_settings(config),
-        **_read_mamba(config),
-        "ffn_dim": config["intermediate_size"] if num_experts else shared,
-        "experts.router": "topk_softmax" if num_experts else "softmax",
+    num_experts, shared = config["num_local_experts"], config["shared_intermediate_size"]
+    settings = {**GRANITE.read_settings(config), **_read_mamba(config), "ffn_dim": shared}
+    if not num_experts:
+        return settings
+    settings["ffn_dim"] = settings["experts.ffn_dim"] = config["intermediate_size"]
+    return settings | {
+        "experts.router": "topk_softmax",
         "experts.num_experts": num_experts,
-        "experts.experts_per_token": config["num_experts_per_tok"] if num_experts else 0,
-        "experts.ffn_dim": config["intermediate_size"] if num_experts else 0,
-        "experts.shared_ffn_dim": shared if num_experts else 0,
+        "experts.experts_per_token": config["num_experts_per_tok"],
+        "experts.shared_ffn_dim": shared,
     }
 
 
