@@ -25,7 +25,8 @@ recurrence over chunks has one product:
 
 Without correction, u = beta v, and there is no w. Consecutive tokens map the state that enters them
 affinely: S' = M S + U. Documents are masks: a token reads only tokens and states of its own
-segment. Gates of -inf instead would make differences of G undefined.
+segment. Gates may be of any size, such as 0 and -1000 in a chunk. So G is kept as two sums whose
+differences are accurate, one of integers (`_split`).
 
 With a gate for each channel, exp(G_i - G_j) is inside the product of q_i and k_j. exp(-G_j) may be
 infinite. So two neighboring blocks of tokens are multiplied with factors exp(G_i - R) and exp(R -
@@ -99,14 +100,16 @@ CHUNK_TOKENS = 128
 # tokens of blocks that are computed without products, if the channels have gates of their own
 _DIRECT_TOKENS = 16
 
+# The exponentials of this and of smaller gates are 0 in float64.
+_SMALLEST_GATE = -1024.0
+
 
 @dataclass(frozen=True)
 class Rule:
     """How tokens change the state and read it; see the top of the file."""
 
     scale: float  # multiplies queries
-    corrects: bool = True  # the delta rule
-    unit_length: bool = True  # of queries and keys, after their convolutions
+    corrects: bool = True  # the delta rule; layers have queries and keys of length 1
 
 
 class Tokens(NamedTuple):
@@ -314,7 +317,7 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
         return heads(x.astype(wide).reshape(*x.shape[:3], -1))
 
     q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
-    beta, g = of_each_token(tokens.beta_BLH), of_each_token(tokens.g_BLH)
+    beta, g = of_each_token(tokens.beta_BLH), _split(of_each_token(tokens.g_BLH))
     segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
     before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[
         :, :, None, None
@@ -330,7 +333,8 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     else:
         G = jnp.cumsum(g, axis=-2)
 
-    since_start = [jnp.where(enters[..., None], jnp.exp(G), 0) for enters in paths.enters]
+    decay = jnp.exp(G.sum(0))
+    since_start = [jnp.where(enters[..., None], decay, 0) for enters in paths.enters]
     factors = [[_at(since, last) for since in since_start] for last in paths.last]
     for state, last in enumerate(paths.last):
         if last is not None:
@@ -366,20 +370,32 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     )
 
 
+def _split(g: jax.Array) -> jax.Array:
+    """g [...] as two terms [2, ...]: integers, whose sums over a chunk are exact, and numbers of at
+    most 1/2. So the difference of two large sums is accurate.
+    """
+    g = jnp.maximum(g, _SMALLEST_GATE)
+    whole = jnp.round(g)
+    return jnp.stack([whole, g - whole])
+
+
+def _decays_between(first: jax.Array, last: jax.Array, reads: jax.Array) -> jax.Array:
+    """exp(last - first) of the cumulative gates of two tokens, [2, ...], where `reads` is true, and
+    0 elsewhere.
+    """
+    # Elsewhere the difference may be positive, and its exponential infinite.
+    difference = jnp.where(reads, (last - first).sum(0), 0)
+    return jnp.where(reads, jnp.exp(difference), 0)
+
+
 def _until_end(G: jax.Array, paths: "_Paths") -> list[jax.Array]:
     """exp(G_end - G_j) of each state [..., C, 1 or K], where the last token that changes it reads
     token j.
     """
     factors = []
     for last in paths.last:
-        if last is None:
-            end, reads = G[..., -1, :], paths.visible[..., -1, :]
-        else:
-            end = _at(G, last)
-            reads = (paths.visible & last[..., None]).any(-2)
-        reads = reads[..., None]
-        difference = jnp.where(reads, end[..., None, :] - G, 0)
-        factors.append(jnp.where(reads, jnp.exp(difference), 0))
+        reads = _at(paths.visible, last).astype(bool)[..., None]
+        factors.append(_decays_between(G, _at(G, last)[..., None, :], reads))
     return factors
 
 
@@ -392,7 +408,7 @@ def _decayed_products(
     prefixes: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
-    num_heads, dtype = G.shape[2], k.dtype
+    num_heads, dtype = G.shape[3], k.dtype
 
     def repeated(x):  # [N, B, G, ...] -> [N, B, H, ...]
         return jnp.repeat(x, num_heads // x.shape[2], axis=2)
@@ -400,9 +416,7 @@ def _decayed_products(
     if G.shape[-1] > 1:
         x = jnp.stack([repeated(x) for x in xs])
         return [*_products_by_channel(x, repeated(k), G, segments, prefixes, dtype)]
-    # Elsewhere the difference may be positive, and its exponential infinite.
-    decay = jnp.exp(jnp.where(paths.visible, G - G.mT, 0))
-    decay = jnp.where(paths.visible, decay, 0)
+    decay = _decays_between(G.mT, G, paths.visible)
     return [repeated(product("...ik,...jk->...ij", x, k, dtype)) * decay for x in xs]
 
 
@@ -440,8 +454,7 @@ def _products_by_channel(
         second = _paths(segments2, segments1[..., -1:], prefixes2)
         below = 0
         for until_end, last, enters in zip(_until_end(G1, first), first.last, second.enters):
-            since = jnp.where(enters[..., None], G2 - _at(G1, last)[..., None, :], 0)
-            since = jnp.where(enters[..., None], jnp.exp(since), 0)
+            since = _decays_between(_at(G1, last)[..., None, :], G2, enters[..., None])
             below += product("...ik,...jk->...ij", x2 * since, k1 * until_end, dtype)
         upper = jnp.concatenate([total[..., 0::2, :, :], jnp.zeros_like(below)], axis=-1)
         lower = jnp.concatenate([below, total[..., 1::2, :, :]], axis=-1)
@@ -457,9 +470,7 @@ def _direct_products(x, k, G, visible):
 
 
 def _exponentials(G, visible):
-    visible = visible[..., None]
-    difference = jnp.where(visible, G[..., :, None, :] - G[..., None, :, :], 0)
-    return jnp.where(visible, jnp.exp(difference), 0)
+    return _decays_between(G[..., None, :, :], G[..., :, None, :], visible[..., None])
 
 
 def _direct_forward(x, k, G, visible):
@@ -473,7 +484,7 @@ def _direct_backward(residuals, gradient):
     dx = (weighted * k[..., None, :, :]).sum(-2)
     dk = (weighted * x[..., :, None, :]).sum(-3).sum(0)
     dG = (x * dx).sum(0) - k * dk
-    return dx.astype(x.dtype), dk.astype(k.dtype), dG.astype(G.dtype), None
+    return dx.astype(x.dtype), dk.astype(k.dtype), jnp.broadcast_to(dG, G.shape), None
 
 
 _direct_products.defvjp(_direct_forward, _direct_backward)
