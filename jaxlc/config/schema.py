@@ -319,7 +319,8 @@ class TrainConfig:
     # skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
-    # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp; 0: no evaluation
+    # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp. 0: no evaluation, and nothing is held out
+    # by data.eval_fraction
     eval_sequences: int = 4
     # number of evaluations without a new lowest held-out loss after which the run stops; 0: it does
     # not stop early.

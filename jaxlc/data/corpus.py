@@ -176,7 +176,8 @@ class Corpus(DataSource):
     the mixture."""
 
     train: PackedText
-    heldout: PackedText  # other documents or the tail of one, in the same order in every epoch
+    # other documents or the tail of one, in the same order in every epoch; None: no evaluation
+    heldout: PackedText | None
     sources: tuple[CorpusSource, ...]  # one without a name for data.sources
 
     @classmethod
@@ -218,6 +219,7 @@ def open_corpus(
     """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
     Args:
+      config: eval_fraction 0: nothing is held out.
       log: prints one line while the corpus is opened.
       tokenizer: of the config, if it is loaded already.
       vocab_size: of the model, which may lack tokens of the tokenizer; None: any token may occur.
@@ -248,16 +250,22 @@ def open_corpus(
     ]
     total_share = sum(source.share for source in configs)
     sources = [
-        _open_source(opener, source, store, evaluated is not None, source.share / total_share)
+        _open_source(
+            opener,
+            source,
+            store,
+            evaluated is None and config.eval_fraction > 0,
+            source.share / total_share,
+        )
         for source, store in zip(configs, stores)
     ]
-    if evaluated is None:
+    heldout, heldout_identity = evaluated, config.eval_fraction
+    if evaluated is not None:
+        heldout_identity = evaluated.store.fingerprint
+    elif config.eval_fraction:
         heldout = _in_shares(
             config, [(x.heldout, x.share) for x in sources if x.heldout is not None]
         )
-        heldout_identity = config.eval_fraction
-    else:
-        heldout, heldout_identity = evaluated, evaluated.store.fingerprint
     described = [
         (*identity_of(source, total_share), store.fingerprint)
         for source, store in zip(configs, stores)
@@ -340,7 +348,7 @@ def _open_source(
     opener: StoreOpener,
     source: SourceConfig,
     store: TokenStore,
-    has_eval_sources: bool,
+    is_split: bool,
     share: float,
 ) -> CorpusSource:
     """Splits and packs one source.
@@ -350,11 +358,11 @@ def _open_source(
     """
     config, warnings, setting = opener.config, opener.warnings, setting_of(source)
     split = Split(store, np.arange(store.num_documents), np.empty(0, np.int64), 0)
-    if not has_eval_sources:
+    if is_split:
         split = split_documents(store, config.eval_fraction, setting)
     train = packed_train(opener, source, store, split)
     heldout = packed_source(split.store, split.heldout_ids, source, config.seq_len, None)
-    if heldout is None and not has_eval_sources:
+    if heldout is None and is_split:
         warnings.append(f"{setting}: no held-out document has a length that this source uses")
     if train is None:
         longest = int(np.diff(store.offsets).max())

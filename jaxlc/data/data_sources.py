@@ -32,6 +32,10 @@ def open(  # noqa: A001
       UserError: the data cannot be read, or does not match the config.
     """
     config, kind = with_reference(config), _kind(config, batches, eval_batches)
+    if not config.train.eval_sequences:  # nothing is held out
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, eval_fraction=0.0)
+        )
     # Batches have their own tokens, so that any tokenizer may decode them.
     is_matching = is_trained and kind is not OwnBatches
     tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)

@@ -326,12 +326,12 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
         raise UserError(
             "the run made rollouts and held out none: use model.token_losses on held-out tokens"
         )
+    if not config.train.eval_sequences:
+        raise UserError("config.train.eval_sequences=0: the run has no evaluation")
     heldout = data_sources.open(config).heldout
     if heldout is None:
         raise UserError(
             f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}"
         )
-    if not config.train.eval_sequences:
-        raise UserError("config.train.eval_sequences=0: the run has no evaluation")
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
     return evaluator.with_context_gain(params, evaluator(params))

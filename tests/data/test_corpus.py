@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.data import open_corpus
-from tests.data.corpora import make_config
+from jaxlc.data import data_sources, open_corpus
+from tests.data.corpora import S, make_config
 
 
 def test_corpus_split_is_by_document_and_stable(tmp_path: Path):
@@ -78,6 +79,26 @@ def test_corpus_eval_sources_are_held_out(tmp_path: Path):
         tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both)), eval_fraction=0.5
     )
     assert open_corpus(other_fraction).fingerprint == corpus.fingerprint
+
+
+def test_run_without_evaluation_trains_on_every_document(tmp_path: Path):
+    """Also on one document that is too short to hold out its tail, and on every group of traces."""
+    (tmp_path / "one.txt").write_text("a" * S)
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text("".join(f'{{"prompt": "{i}", "completion": "a"}}\n' for i in range(40)))
+    config = defaults()
+    config.model.vocab_size, config.train.eval_sequences = 257, 0
+    config.data.update(seq_len=S, cache_dir=str(tmp_path / "cache"), eval_fraction=0.25)
+    make_config(tmp_path)
+    for num_documents, sources, traced in (
+        (40, tmp_path / "docs", ""),
+        (1, tmp_path / "one.txt", ""),
+        (40, "", traces),
+    ):
+        config.data.update(sources=str(sources), traces=str(traced))
+        source = data_sources.open(load(config))
+        count = len(source.train.traces) if traced else source.train.num_documents
+        assert (count, source.heldout) == (num_documents, None)
 
 
 @pytest.mark.parametrize(

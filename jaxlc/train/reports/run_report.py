@@ -199,9 +199,14 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
     train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
+    sizes = [
+        f"{count_text(text.num_documents, 'document')}, {count_text(text.num_tokens, 'token')}"
+        if text
+        else "nothing (train.eval_sequences=0)"
+        for text in (train, heldout)
+    ]
     return [
-        f"data       {count_text(train.num_documents, 'document')}, {count_text(train.num_tokens, 'token')};"
-        f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
+        f"data       {sizes[0]}; held out: {sizes[1]}",
         f"{_epoch_text(train)}, {_decimal(steps_per_epoch, 'step')}; this run:"
         f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch, 'epoch')}",
         *_replicas_lines(config, train),
