@@ -117,7 +117,6 @@ class TensorFiles:
         """
         self.directory = directory
         self.bytes_read = 0  # bytes of tensor data
-        self._open_path: Path | None = None
         self.tensors: dict[str, StoredTensor] = {}
         paths = {directory / adapter_file: set[str]()} if adapter_file else _files_of(directory)
         for path, names in paths.items():
@@ -146,31 +145,37 @@ class TensorFiles:
             raise _not_finite(tensor)
         return part
 
-    def read_nf4(self, tensor: "Nf4Tensor") -> tuple[np.ndarray, ...]:
-        """`Nf4Tensor.arrays`."""
-        return tensor.arrays(self._read)
+    def read_part(
+        self,
+        tensor: "Nf4Tensor | Mxfp4Tensor",
+        part: str,
+        slices: Sequence[slice],
+        shape: Sequence[int],
+    ) -> np.ndarray:
+        """A part of the codes, scales, maxima or offset of a tensor, as `part` names them.
 
-    def read_mxfp4(self, tensor: "Mxfp4Tensor", part: str, slices: Sequence[slice]) -> np.ndarray:
-        """A part of `Mxfp4Tensor.codes` or `.scales`, as `part` names it.
-
+        Args:
+          shape: of the whole array, which may differ from that in the file.
         Raises:
-          UserError: as `read`.
+          UserError: as `read`, or the array in the file has another size.
         """
-        array = self._read(getattr(tensor, part), *slices)
-        if part == "scales" and array.size and array.max() > _MAX_SCALE:
+        stored = getattr(tensor, part)
+        if not isinstance(stored, StoredTensor):
+            return stored
+        if math.prod(stored.shape) != math.prod(shape):
+            raise UserError(
+                f"{stored.name} in {stored.path} has shape {list(stored.shape)}; its weight needs"
+                f" {math.prod(shape)} values: download it again"
+            )
+        array = self._read(replace(stored, shape=tuple(shape)), *slices)
+        is_mxfp4 = isinstance(tensor, Mxfp4Tensor)
+        if is_mxfp4 and part == "scales" and array.size and array.max() > _MAX_SCALE:
             raise _not_finite(tensor)
         return array
 
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
-        dtype = _STORED_DTYPES[tensor.dtype]
-        # one file at a time: what is read of it counts as memory of the process
-        if tensor.path != self._open_path:
-            self._open_path = tensor.path
-            self._open_file = np.memmap(tensor.path, np.uint8, "r")
-        stop = tensor.offset_bytes + math.prod(tensor.shape) * dtype.itemsize
-        data = self._open_file[tensor.offset_bytes : stop].view(dtype)
-        part = np.array(data.reshape(tensor.shape)[slices])
+        part = np.array(_mapped(tensor, *slices))
         self.bytes_read += part.nbytes
         return part
 
@@ -348,16 +353,12 @@ class Nf4Tensor(StoredTensor):
     codes: StoredTensor
     scales: StoredTensor
     maxima: StoredTensor
-    offset: float
-
-    def arrays(self, read: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Codes, scales and maxima [n], and the offset, as of `models.quantized`."""
-        stored = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
-        return *stored, np.float32(self.offset)
+    offset: np.float32
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight, all of which is read and dequantized."""
-        weights = quantized.Nf4.shaped(self.arrays(read), self.shape, (1, 1)).dequantized()
+        flat = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
+        weights = quantized.Nf4.shaped((*flat, self.offset), self.shape, (1, 1)).dequantized()
         return np.asarray(weights).T[tuple(slices)]
 
     @property
@@ -470,7 +471,7 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             codes=codes,
             scales=absmax,
             maxima=nested,
-            offset=state["nested_offset"],
+            offset=np.float32(state["nested_offset"]),
         )
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
@@ -30,7 +31,7 @@ from jaxlc.hf.files import (
     TensorFiles,
 )
 from jaxlc.models import quantized
-from jaxlc.models.quantized import Mxfp4, Quantized, is_quantized
+from jaxlc.models.quantized import Nf4, Quantized, is_quantized
 
 Index = tuple[tuple[int, int, int], ...]  # (start, stop, 1) of each dimension
 
@@ -229,17 +230,17 @@ def load_params(
             progress(done, total)
     leaves = jax.tree.leaves([loaded[path] for path in abstract])
     read = f"{files.bytes_read:,} bytes read by this process"
-    in_4_bits = {path: type(x).__name__ for path, x in abstract.items() if is_quantized(x)}
-    rounded = (x for x in abstract if x not in in_4_bits and abstract[x].dtype.itemsize == 2)
-    formats = {
-        form.upper()
-        for path, form in in_4_bits.items()
-        for name in layouts[path].names
-        if not isinstance(files.tensors[name], Nf4Tensor | Mxfp4Tensor)
-    }
+    formats, is_rounded = set(), False
+    for path, param in abstract.items():
+        tensors = [files.tensors[name] for name in layouts[path].names]
+        if not is_quantized(param):
+            is_16_bit = param.dtype.itemsize == 2
+            is_rounded |= is_16_bit and any(x.dtype != "BF16" for x in tensors)
+        elif not all(isinstance(x, Nf4Tensor | Mxfp4Tensor) for x in tensors):
+            formats.add(type(param).__name__.upper())
     if formats:
         read += f"; frozen matrices are quantized to {' and '.join(sorted(formats))} (config.precision.frozen)"
-    if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
+    if is_rounded:
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
 
@@ -458,12 +459,9 @@ def _check_tied_head(files: TensorFiles, head: jax.Array, embedding: jax.Array) 
             )
 
 
-def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
+def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array | Quantized:
     """One parameter; stacked ones are read layer by layer into the shard."""
     if is_quantized(param):
-        tensors = [files.tensors[name] for name in layout.names]
-        if isinstance(param, Mxfp4) and all(isinstance(x, Mxfp4Tensor) for x in tensors):
-            return _load_mxfp4(files, tensors, layout, param)
         return _load_quantized(files, layout, param)
     return _from_shards(param, lambda index: read_shard(files, layout, index, param))
 
@@ -473,7 +471,7 @@ def _from_shards(param: Any, read_part: Callable[[Index], np.ndarray]) -> jax.Ar
     shards: dict[Index, np.ndarray] = {}  # several devices may have the same shard
 
     def read(slices: tuple[slice, ...]) -> np.ndarray:
-        index = tuple(piece.indices(size) for piece, size in zip(slices, param.shape))
+        index = _bounds(slices, param.shape)
         if index not in shards:
             shards[index] = read_part(index)
         return shards[index]
@@ -481,61 +479,102 @@ def _from_shards(param: Any, read_part: Callable[[Index], np.ndarray]) -> jax.Ar
     return jax.make_array_from_callback(param.shape, param.sharding, read)
 
 
-def _load_mxfp4(
-    files: TensorFiles, tensors: Sequence[Mxfp4Tensor], layout: Layout, param: Mxfp4
-) -> Mxfp4:
-    """One parameter of experts [layers, experts, inputs, outputs], as the files have it."""
-
-    def load(array: Any, part: str) -> jax.Array:
-        def read(index: Index) -> np.ndarray:
-            layers, experts, outputs, inputs = (slice(*bounds) for bounds in index)
-            slices = experts, layout.stored_columns(outputs), inputs
-            return np.stack([files.read_mxfp4(tensor, part, slices) for tensor in tensors[layers]])
-
-        return _from_shards(array, read)
-
-    return Mxfp4(map(load, param.arrays, param.NAMES), param.sizes)
+def _bounds(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    return tuple(piece.indices(size) for piece, size in zip(slices, shape))
 
 
 def _load_quantized(files: TensorFiles, layout: Layout, param: Quantized) -> Quantized:
-    """One parameter in 4 bits, in NF4 as the files have it or quantized tensor by tensor. Every
-    process reads whole matrices, since the offset of NF4 is a mean over all entries.
+    """One parameter in 4 bits, layer by layer: as the files have it, or quantized.
 
     Raises:
       Unsupported: the parameter is a part of a tensor in NF4, whose blocks have also other parts.
     """
-    stacked = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), param)
-    whole = jax.ShapeDtypeStruct(param.shape, np.float32)
-    for place in layout.places:
-        tensor = files.tensors[layout.name_at(place)]
-        if not isinstance(tensor, Nf4Tensor):
-            index = [(start, start + 1, 1) for start in place] + [(0, n, 1) for n in layout.shape]
-            matrix = read_shard(files, layout, tuple(index), whole).reshape(layout.shape)
-            arrays = _quantized(matrix, param)
-        elif layout.num_rows or tensor.shape != layout.stored_shape:
+    stored_as = Nf4Tensor if isinstance(param, Nf4) else Mxfp4Tensor
+    quantize, layers = _quantizer(files, layout, param), []
+    for layer, names in enumerate(np.reshape(layout.names, (param.shape[0], -1))):
+        stored = [x for x in map(files.tensors.get, names) if isinstance(x, stored_as)]
+        if stored and (layout.num_rows or len(stored) < len(names)):
             raise Unsupported(
-                f"unsupported: {tensor.name} in {tensor.path} has several parameters in NF4; use"
-                " --config.precision.frozen=bf16, or a model with weights in bfloat16"
+                f"unsupported: {stored[0].name} in {stored[0].path} has several parameters in NF4, or belongs to"
+                " experts of which others are not in 4 bits; use --config.precision.frozen=bf16, or a model with"
+                " weights in bfloat16"
             )
-        else:
-            arrays = files.read_nf4(tensor)
-        for stack, array in zip(jax.tree.leaves(stacked), arrays):
-            stack[place] = np.asarray(array).reshape(stack[place].shape)
-    return jax.tree.map(
-        lambda x, array: jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__),
-        param,
-        stacked,
+        layers.append(stored or quantize(layer))
+
+    def load(array: Any, name: str) -> jax.Array:
+        def read_layer(layer: list | dict, index: Index) -> np.ndarray:
+            if isinstance(layer, dict):
+                return layer[name, index[1:]]
+            return _read_stored(files, layout, layer, name, array.shape, index)
+
+        return _from_shards(array, lambda index: np.stack([read_layer(x, index) for x in layers]))
+
+    return type(param)(map(load, param.arrays, param.NAMES), param.sizes)
+
+
+def _read_stored(
+    files: TensorFiles,
+    layout: Layout,
+    tensors: Sequence[Nf4Tensor | Mxfp4Tensor],
+    name: str,
+    shape: Sequence[int],
+    index: Index,
+) -> np.ndarray:
+    """The part of a layer, whose tensors are in 4 bits, in a shard.
+
+    Args:
+      name, shape: of an array of the parameter.
+    """
+    slices, num_stacked = [slice(*bounds) for bounds in index], len(layout.stack_shape)
+    if num_stacked > 1:  # experts with tensors of their own
+        tensors = tensors[slices[1]]
+    shape, slices = [*shape[num_stacked:]], slices[num_stacked:]
+    if layout.tensor.interleaved is not None:
+        shape[1], slices[1] = 2 * shape[1], layout.stored_columns(slices[1])
+    parts = [files.read_part(tensor, name, slices, shape) for tensor in tensors]
+    return np.stack(parts) if num_stacked > 1 else parts[0]
+
+
+def _quantizer(
+    files: TensorFiles, layout: Layout, param: Quantized
+) -> Callable[[int], dict[tuple[str, Index], np.ndarray]]:
+    """Returns a function that quantizes a layer, and returns its parts in the shards of this
+    process, by the names of arrays and the bounds of dimensions after the first.
+
+    A process reads its shards only. All processes compute together, since a block may be in several
+    shards, and the offset of NF4 is a mean over the matrix.
+    """
+
+    def on_device(*spec: Any) -> NamedSharding:
+        return NamedSharding(param.codes.sharding.mesh, PartitionSpec(*spec))
+
+    stack, inputs, outputs = param.split(param.codes.sharding.spec)
+    sharding = on_device(*stack, *inputs, *outputs)
+    weights = jax.ShapeDtypeStruct((1, *param.shape[1:]), np.float32, sharding=sharding)
+    quantize = jax.jit(
+        functools.partial(type(param).of, sizes=param.sizes),
+        out_shardings=jax.tree.map(lambda x: on_device(*x.sharding.spec), param),
+    )
+    largest_magnitudes = jax.jit(
+        functools.partial(quantized.largest_magnitudes, sizes=param.sizes),
+        out_shardings=on_device(),
     )
 
+    def quantize_layer(layer: int) -> dict[tuple[str, Index], np.ndarray]:
+        def read(index: Index) -> np.ndarray:
+            return read_shard(files, layout, ((layer, layer + 1, 1), *index[1:]), weights)
 
-def _quantized(matrix: np.ndarray, param: Quantized) -> tuple[Any, ...]:
-    """The arrays of a matrix [inputs..., outputs...], or of experts in MXFP4; they may be flat."""
-    if isinstance(param, Mxfp4):
-        return jax.jit(functools.partial(Mxfp4.of, sizes=param.sizes))(matrix).arrays
-    columns = matrix.reshape(math.prod(matrix.shape[: param.sizes[0]]), -1)
-    codes, largest = jax.jit(quantized.quantized)(columns.T.reshape(-1))
-    offset = np.float32(np.mean(np.asarray(largest), dtype=np.float64))
-    return codes, *jax.jit(quantized.quantized_scales)(largest, offset), offset
+        matrices, options = _from_shards(weights, read), {}
+        if isinstance(param, Nf4):
+            largest = np.asarray(largest_magnitudes(matrices))
+            options["offset"] = largest.mean(-1, dtype=np.float64).astype(np.float32)
+        return {
+            (name, _bounds(shard.index, array.shape)[1:]): np.asarray(shard.data)[0]
+            for name, array in zip(param.NAMES, quantize(matrices, **options).arrays)
+            for shard in array.addressable_shards
+        }
+
+    return quantize_layer
 
 
 def read_shard(files: TensorFiles, layout: Layout, index: Index, param: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ MXFP4 (OCP Microscaling Formats, version 1.0), in which gpt-oss has its experts:
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,10 +90,10 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """[stack..., inputs..., outputs...]"""
-        stack, inputs, outputs = self._split(self.codes.shape)
+        stack, inputs, outputs = self.split(self.codes.shape)
         return *stack, *inputs[:-1], 2 * inputs[-1], *outputs
 
-    def _split(self, of_codes: tuple) -> tuple[tuple, tuple, tuple]:
+    def split(self, of_codes: Sequence) -> tuple[Sequence, Sequence, Sequence]:
         """The stack, the inputs and the outputs."""
         inputs = len(of_codes) - self.sizes[0]
         outputs = inputs - self.sizes[1]
@@ -130,7 +130,7 @@ class Quantized:
         pairs = jnp.stack([codes >> shift & 15 for shift in self.SHIFTS], axis=-1)
         entries = jnp.asarray(self.VALUES)[pairs].reshape(*factors.shape, -1) * factors[..., None]
         whole = entries.astype(jnp.bfloat16).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-        stack, inputs, outputs = self._split(tuple(range(whole.ndim)))
+        stack, inputs, outputs = self.split(tuple(range(whole.ndim)))
         return whole.transpose(*stack, *inputs, *outputs)
 
     def factors(self) -> jax.Array:
@@ -158,13 +158,16 @@ class Nf4(Quantized):
     VALUES, SHIFTS = _NF4_VALUES, (4, 0)
 
     @classmethod
-    def of(cls, weights: jax.Array, sizes: tuple[int, int]) -> "Nf4":
-        stored = _as_stored(weights, sizes)
-        stack = stored.shape[: weights.ndim - sum(sizes)]
-        codes, largest = quantized(stored.reshape(*stack, -1))
-        offset = largest.mean(-1)
-        scales, maxima = quantized_scales(largest, offset)
-        return cls.shaped((codes, scales, maxima, offset), stored.shape, sizes)
+    def of(
+        cls, weights: jax.Array, sizes: tuple[int, int], offset: jax.Array | None = None
+    ) -> "Nf4":
+        """`offset`: None, or a more exact mean of `largest_magnitudes`."""
+        blocks, largest = _blocks(weights, sizes), largest_magnitudes(weights, sizes)
+        offset = largest.mean(-1) if offset is None else offset
+        normed = blocks * (1 / jnp.maximum(largest, _TINY)).reshape(*blocks.shape[:-1], 1)
+        codes = _codes(normed, _NF4_VALUES)
+        arrays = codes[..., ::2] << 4 | codes[..., 1::2], *_quantized_scales(largest, offset)
+        return cls.shaped((*arrays, offset), _as_stored(weights, sizes).shape, sizes)
 
     @classmethod
     def shaped(cls, arrays: Any, shape: tuple[int, ...], sizes: tuple[int, int]) -> "Nf4":
@@ -227,20 +230,22 @@ def _codes(entries: jax.Array, values: np.ndarray) -> jax.Array:
     return sum((entries > bound).astype(jnp.uint8) for bound in bounds)
 
 
-def quantized(entries: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes, uint8 [..., n / 2], and the largest magnitude of each block, float32 [..., n / 64].
-
-    Args:
-      entries: [..., n], matrices in the order of their tensors.
+def _blocks(weights: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+    """float32 [stack..., blocks, 64], or [stack..., outputs..., inputs..., 64] if no block has
+    several rows: shards of inputs then remain shards.
     """
-    blocks = entries.astype(jnp.float32).reshape(*entries.shape[:-1], -1, BLOCK)
-    largest = jnp.abs(blocks).max(-1)
-    normed = blocks * (1 / jnp.maximum(largest, _TINY))[..., None]
-    pairs = _codes(normed, _NF4_VALUES).reshape(*entries.shape[:-1], -1, 2)
-    return pairs[..., 0] << 4 | pairs[..., 1], largest
+    stored = _as_stored(weights, sizes).astype(jnp.float32)
+    num_kept = stored.ndim - (1 if stored.shape[-1] % BLOCK == 0 else sum(sizes))
+    return stored.reshape(*stored.shape[:num_kept], -1, BLOCK)
 
 
-def quantized_scales(largest: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+def largest_magnitudes(weights: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+    """float32 [stack..., blocks] of matrices [stack..., inputs..., outputs...] in NF4."""
+    stack = weights.shape[: weights.ndim - sum(sizes)]
+    return jnp.abs(_blocks(weights, sizes)).max(-1).reshape(*stack, -1)
+
+
+def _quantized_scales(largest: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Scales, uint8 [..., blocks], and maxima, float32 [..., blocks of scales], from the largest
     magnitudes of blocks [..., blocks] and their mean [...].
     """

@@ -1,14 +1,28 @@
 """A process of a large run reads its share of a model only: sparse files in the shape of a 70B
-model.
+model, and weights that two processes quantize to 4 bits.
 """
 
 import json
+import os
+import re
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.config import load
+from jaxlc.hf.load import paths_of
+from jaxlc.models.quantized import is_quantized
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.step import build_step
+from tests import helpers
+from tests.hf.comparison import config_of
+from tests.hf.models import write_model
 
 ROOT = Path(__file__).parents[2]
 SHAPE = dict(
@@ -114,3 +128,73 @@ def test_read_share_of_70b_model_is_bounded(tmp_path):
     norms = (2 * SHAPE["num_hidden_layers"] + 1) * 2 * SHAPE["hidden_size"]  # replicated
     assert bytes_read == (total - norms) // SHARE + norms
     assert peak - before <= kept + 2 * largest + 2**30
+
+
+MESH = dict(fsdp=2, context=2)
+# Loads a model with two devices of four, and compares its shards with those of one process. Prints what it read.
+_ONE_OF_TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax
+directory, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process_id)
+import numpy as np
+from tests.hf.test_large_files import MESH, arrays_in_4_bits
+
+arrays, line = arrays_in_4_bits(directory, MESH)
+expected = np.load(directory / "expected.npz")
+assert arrays.keys() == {*expected}
+for name, array in arrays.items():
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[name][shard.index], err_msg=name)
+print(line)
+"""
+
+
+def arrays_in_4_bits(directory: Path, mesh: dict) -> tuple[dict, str]:
+    """Codes, scales, maxima and offsets of frozen matrices, and what this process read."""
+    settings = config_of(directory, 64, mesh)
+    settings.precision.frozen = "nf4"
+    settings.lora = dict(rank=2, projections=("query", "attention_projected"))
+    config = load(settings)
+    devices = jax.devices()[: config.mesh.num_devices]
+    params, line = load_pretrained(build_step(config, make_mesh(config.mesh, devices)))
+    arrays = {
+        f"{path}/{name}": array
+        for path, x in paths_of(params)
+        if is_quantized(x)
+        for name, array in zip(x.NAMES, x.arrays)
+    }
+    return arrays, line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
+def test_two_processes_read_their_shards_and_quantize_as_one(case, tmp_path):
+    """Experts in NF4, and in MXFP4; shards cut blocks of 64."""
+    directory = write_model(tmp_path / "model", case, scale=3.0)
+    arrays, line = arrays_in_4_bits(directory, {})
+    np.savez(directory / "expected.npz", **arrays)
+    environment = os.environ | dict(XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    port = str(helpers.free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ONE_OF_TWO_PROCESSES, str(directory), port, str(i)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    whole = num_bytes_read(line)
+    for process in processes:
+        output, errors = process.communicate(timeout=helpers.TIMEOUT_SECONDS)
+        assert process.returncode == 0, errors
+        # norms and biases are replicated
+        assert whole / 2 <= num_bytes_read(output) <= 0.52 * whole
+
+
+def num_bytes_read(line: str) -> int:
+    return int(re.search(r"([\d,]+) bytes read by this process", line)[1].replace(",", ""))

@@ -52,8 +52,9 @@ def params_of(directory, **options):
 
 def test_quantized_weights_equal_those_of_bitsandbytes(saved):
     in_bf16, in_nf4, reference = saved
-    ours, line = params_of(in_bf16, mesh=dict(fsdp=2, tensor=2))
-    theirs, their_line = params_of(in_nf4)
+    # shards of inputs are parts of blocks
+    ours, line = params_of(in_bf16, mesh=dict(fsdp=2, context=2, tensor=2))
+    theirs, their_line = params_of(in_nf4, mesh=dict(context=2, tensor=2))
     assert "quantized to NF4" in line and "quantized to NF4" not in their_line
     quantized = [path for path, x in ours.items() if is_quantized(x)]
     assert len(quantized) == 7
