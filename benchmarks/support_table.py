@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxlc.attention.contract import AttentionProblem
+from jaxlc.attention.kernels import fa3
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.strategies.sharded_attention import STRATEGIES
 from jaxlc.config import defaults, load
@@ -144,12 +145,33 @@ def tables() -> str:
         "## Kernels",
         "",
         "For an H100 (compute capability 9.0) unless the row says otherwise. `auto` selects the first supported",
-        "kernel from left to right, but never `mosaic`. The tests have no GPU: they check the operands of `cudnn` and",
-        "`mosaic`, not their results (`tests/attention/test_cudnn.py`, `test_cudnn_packed.py`, `test_mosaic.py`).",
-        "Before a run trains with calls of `cudnn` for packed documents, it compares them with the reference on its",
-        "GPU, prints the error, and stops if it is above 1%; `attention.kernel=pallas` avoids them.",
+        "kernel from left to right, but never `mosaic`. The tests have no GPU: they check the operands of `fa3`,",
+        "`cudnn` and `mosaic`, not their results (`tests/attention/test_fa3.py`, `test_cudnn.py`,",
+        "`test_cudnn_packed.py`, `test_mosaic.py`). Before a run trains with calls of `cudnn` for packed",
+        "documents, or with `fa3`, it compares them with the reference on its GPU, prints the error, and stops if",
+        "it is above 1%; `attention.kernel=pallas` avoids the former, `attention.kernel=cudnn` the latter.",
         "",
         *_table("", list(KERNELS), _joined(_kernel_rows())),
+        "",
+        "The kernel of `auto`, by compute capability. On Hopper it depends on the JAX version: `fa3` needs 0.11.2",
+        "or later and its extra.",
+        "",
+        *_table("", list(_AUTO_COLUMNS), _joined(_auto_rows())),
+        "",
+        "`fa3` is FlashAttention-3, from the package dew-flash-attn: `pip install -e '.[fa3-cuda12]'` or",
+        "`fa3-cuda13`, Python 3.12 and JAX 0.11.2 or later. The last JAX with NVSHMEM is 0.10.1, so a run has one",
+        "of both. Direct calls were 1.15 to 1.22 times as fast as cuDNN in the forward and 1.17 to 1.35 times in",
+        "the backward (one H100, causal, head dims 64, 128 and 256,",
+        "[measured](../benchmarks/2026-11-26-h100.md#flashattention-3)); packed calls are not measured. A package",
+        "of another version is refused. Plans need the package, too; a run prints the kernel that it selects and",
+        "why. It is not deterministic: with `runtime.deterministic`, `auto` selects `cudnn`.",
+        "",
+        "The backward allocates float32 sums of dq, and with grouped queries of dk and dv, while it runs: plans",
+        "count them as kernel workspaces, without the fragmentation that they cause. A packed call takes the two",
+        "longest documents, or three and then twelve in the order of per-document sharding; a ring step has no",
+        "others, an own block a loop for them, as with `cudnn`. The scratch of the backward grows by 128 rows for",
+        "each of three segments a document: by 5,000 rows, and in the loop by at most 3/8 of the rows of the",
+        "queries, since the smallest size of its calls is for documents of 2,048 tokens.",
         "",
         "`mosaic` is tokamax's attention (Pallas on Mosaic GPU). It needs Python 3.12, JAX 0.11.1 and `pip install -e",
         "'.[mosaic]'`. Its backward for head dims above 192 does not fit into the shared memory of Blackwell, and",
@@ -215,7 +237,7 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "causal or full": {},
         "packed documents": dict(implicit_positions=False, document_ranges=True),
         "sliding window": dict(window=4096),
-        "sliding window in a ring": dict(window=4096, implicit_positions=False),
+        "sliding window in a ring": dict(window=4096, implicit_positions=False, window_ranges=True),
         "head dim 64": dict(head_dim=64, value_dim=64),
         "head dim 96": dict(head_dim=96, value_dim=96),
         "head dim 256": dict(head_dim=256, value_dim=256),
@@ -237,7 +259,51 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
     }
     for name, change in rows.items():
         problem = AttentionProblem(**{**base, **change})
-        yield name, [kernel.unsupported(problem) or "yes" for kernel in KERNELS.values()]
+        limits = (getattr(x, "limit", x.unsupported)(problem) for x in KERNELS.values())
+        yield name, [limit or "yes" for limit in limits]
+
+
+_AUTO_COLUMNS = {  # (compute capability, whether fa3 is there)
+    "8.x": ("8.0", False),
+    "9.0, JAX 0.10.1": ("9.0", False),
+    "9.0, JAX 0.11.2 or 0.12, fa3": ("9.0", True),
+    "10.0": ("10.0", False),
+    "12.0": ("12.0", False),
+}
+
+
+def _auto_rows() -> Iterator[tuple[str, list[str]]]:
+    base = dict(
+        platform="gpu",
+        dtype="bfloat16",
+        head_dim=128,
+        value_dim=128,
+        window=None,
+        implicit_positions=False,
+    )
+    packed = dict(document_ranges=True)
+    rows = {
+        "causal or full; sliding window of `ulysses`": dict(implicit_positions=True),
+        "packed documents; shared prefixes": packed,
+        "packed documents with 2^31 elements": packed | dict(num_elements=2**31),
+        "sliding window of one document in a ring; packed documents with a window on one rank or in `ulysses`": dict(
+            window=4096, window_ranges=True
+        ),
+        "packed documents with a window in a ring; shared prefixes with a window; `all_gather`; decoding": {},
+    }
+    for name, change in rows.items():
+        cells = []
+        for capability, with_fa3 in _AUTO_COLUMNS.values():
+            problem = AttentionProblem(**base | dict(compute_capability=capability) | change)
+            cells.append(f"`{_auto(problem, with_fa3)}`")
+        yield name, cells
+
+
+def _auto(problem: AttentionProblem, with_fa3: bool) -> str:
+    if with_fa3 and fa3.limit(problem) is None:
+        return "fa3"
+    names = ("cudnn", "pallas", "blockwise")
+    return next(name for name in names if KERNELS[name].unsupported(problem) is None)
 
 
 def _tile_rows() -> Iterator[tuple[str, list[str]]]:

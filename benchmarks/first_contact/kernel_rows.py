@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from benchmarks.first_contact.sizes import Heads, Sizes
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
-from jaxlc.attention.kernels.packed_check import check_packed_cudnn, fill_free_memory_with_nan
+from jaxlc.attention.kernels.packed_check import check_packed, fill_free_memory_with_nan
 from jaxlc.search.measure import environment_info
 
 MAX_ERROR = 1e-2  # relative norm of the error; bfloat16 rounds to 2^-9
@@ -77,19 +78,15 @@ def _environment() -> dict:
 
 
 def kernel_rows(sizes: Sizes) -> Iterator[Row]:
-    """A run's check of cuDNN's packed calls, then the kernels that `auto` chooses, packed documents
+    """A run's check of packed calls of fa3 and cuDNN, then the kernels that `auto` chooses, packed documents
     first.
     """
-    if "cudnn" in supported_kernels(sizes.heads, sizes.dtype, packed=True):
-        for num_tokens in sizes.check_tokens:
-            labels = dict(
-                kernel="cudnn", case="packed check", heads=str(sizes.heads), tokens=num_tokens
-            )
-            yield Row(
-                labels=labels,
-                measure=functools.partial(_check_packed, sizes, num_tokens),
-                seconds=60,
-            )
+    supported = supported_kernels(sizes.heads, sizes.dtype, packed=True)
+    for name, num_tokens in itertools.product(("fa3", "cudnn"), sizes.check_tokens):
+        labels = dict(kernel=name, case="packed check", heads=str(sizes.heads), tokens=num_tokens)
+        check = functools.partial(_check_packed, name, sizes, num_tokens)
+        if name in supported:
+            yield Row(labels=labels, measure=check, seconds=60)
     yield from _rows(sizes, _main_cases(sizes), is_main)
 
 
@@ -129,12 +126,13 @@ def _other_cases(sizes: Sizes) -> Iterator[_Case]:
         yield _Case("causal", sizes.heads, dtype)
 
 
-def _check_packed(sizes: Sizes, num_tokens: int) -> dict:
+def _check_packed(kernel: str, sizes: Sizes, num_tokens: int) -> dict:
     """The check at the start of a run; its large problem has `num_tokens`, of which it compares
     some rows.
     """
     heads = sizes.heads
-    line = check_packed_cudnn(
+    line = check_packed(
+        kernel,
         jax.devices()[0],
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,

@@ -164,6 +164,7 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, con
     kernel = choose(
         call.config, call.mesh, head_dim=q_btnH.shape[-1], value_dim=v_bskH.shape[-1], dtype=q_btnH.dtype,
         packed=segments_bt is not None, window=call.window, num_elements=q_btnH.size,
+        ring_ranks=1 if call.config.strategy == "ulysses" else lax.axis_size(context_axis),
     ).kernel  # fmt: skip
     settings = dict(
         config=call.config,

@@ -172,6 +172,10 @@ class AttentionProblem:
     implicit_positions: bool  # no ranges are passed; see KeyRanges
     # the ranges are of packed documents over a rank's own tokens or a ring step
     document_ranges: bool = False
+    # the ranges are of sliding windows in which a document's keys are contiguous, in the order of
+    # its queries, and no other document has them
+    window_ranges: bool = False
+    deterministic: bool = False  # results must have the same bits in each run
     num_elements: int = 0  # elements of the larger of q and k per kernel call; 0 if unknown
     # installed; (): not found. None: the GPU is absent, any is assumed
     cudnn_version: tuple[int, ...] | None = None

@@ -86,6 +86,7 @@ def make_tiled(
     scale: float | None = None,
     kv_tokens_per_step: int | None = None,
     shared_prefixes: int = 0,
+    deterministic: bool = False,
 ) -> "TiledAttention":
     """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
     (`document_order`).
@@ -99,6 +100,7 @@ def make_tiled(
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
+      deterministic: as for `sharded_attention.make`.
       shared_prefixes: as for `sharded_attention.make`. Only in zigzag order: with mirrored
         pieces, a query would not reach all blocks of its prefix.
     Raises:
@@ -131,6 +133,7 @@ def make_tiled(
         scale=scale,
         kv_tokens_per_step=kv_tokens_per_step,
         shared_prefixes=shared_prefixes,
+        deterministic=deterministic,
     )
 
 
@@ -155,6 +158,7 @@ class TiledAttention:
     scale: float | None
     kv_tokens_per_step: int | None
     shared_prefixes: int = 0
+    deterministic: bool = False
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
         """kv filled with zeros.
@@ -329,7 +333,8 @@ class TiledAttention:
         """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""
         kernel = choose(
             self.config, self.split_mesh, head_dim=q_BtNH.shape[-1], dtype=q_BtNH.dtype, packed=ranges is not None,
-            window=self.window,
+            window=self.window, ring_ranks=self.outer.size, shared_prefixes=self.shared_prefixes,
+            deterministic=self.deterministic,
         ).kernel  # fmt: skip
         if self.shared_prefixes and ranges is not None:
             kernel = SharedPrefixKernel(kernel)

@@ -260,7 +260,8 @@ bf16 <- bfloat16 torch.bfloat16 bf16-mixed mixed_bf16
 fp32 <- float32 torch.float32 float no 32 full_precision
 fp16 <- float16 torch.float16 half 16
 fp8 <- float8 e4m3 e4m3fn fp8_e4m3
-auto <- flash flash_attention flash_attention_2 flash_attention_3 flash_attn fa2 fa3 flash2 sdpa default
+auto <- flash flash_attention flash_attention_2 flash_attn fa2 flash2 sdpa default
+fa3 <- flash_attention_3 flash_attn_3 flash3
 cudnn <- cudnn_flash_te fused cudnn_flash cudnn_attention
 reference <- eager math dot_product naive unfused
 cosine <- cosine_with_min_lr cosine_with_warmup

@@ -65,8 +65,9 @@ class AttentionConfig:
     # batches of the caller with prefix_ids.
     shared_prefixes: Levels = Levels(0)
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
-    # support the case is an error. mosaic needs the extra `mosaic`, and auto never selects it.
-    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
+    # support the case is an error. fa3 needs a Hopper GPU and the extra `fa3-cuda12` or `fa3-cuda13`, with which auto
+    # selects it. mosaic needs the extra `mosaic`, and auto never selects it.
+    kernel: Literal["auto", "cudnn", "fa3", "pallas", "blockwise", "reference", "mosaic"] = "auto"
     query_block_tokens: From1[int] = 512  # query block size of the kernels pallas and blockwise
     key_block_tokens: From1[int] = 512  # KV block size of the same
 

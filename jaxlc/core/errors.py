@@ -74,6 +74,7 @@ class Unsupported(UserError, NotImplementedError):
 # Package -> the extra in pyproject.toml that installs it.
 EXTRAS = {
     "datasets": "hub-data",
+    "dew_flash_attn": "fa3-cuda12",
     "fsspec": "stream",
     "huggingface_hub": "hf",
     "jinja2": "hf",

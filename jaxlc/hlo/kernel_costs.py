@@ -13,6 +13,7 @@ layers would count all stacked parameters.
 Attention kernels:
 
     cudnn      custom calls `__cudnn$fmha...`
+    fa3        custom calls `dew_flash3_mha...`
     pallas     custom calls of the kernels in `jaxlc.attention.kernels`, by the name given to `pallas_call`
     mosaic     custom calls `mosaic_gpu...` in the scopes of `kernels/mosaic.py`; if the backward runs over
                pairs of blocks, the loop over all pairs
@@ -219,6 +220,8 @@ def _bytes(instruction: Instruction) -> int:
 _PRODUCTS = {
     "__cudnn$fmhaSoftmax": (1, 1),  # q . k; p . v
     "__cudnn$fmhaSoftmaxBackward": (3, 2),  # q . k, dq, dk; dout . v, dv
+    "dew_flash3_mha_fwd": (1, 1),
+    "dew_flash3_mha_bwd": (3, 2),
     "flash_forward": (1, 1),
     "flash_dq": (2, 1),  # q . k, dq; dout . v
     "flash_dkv": (2, 2),  # q . k, dk; dout . v, dv
@@ -226,7 +229,13 @@ _PRODUCTS = {
     "mosaic_dq": (2, 1),
     "mosaic_dkv": (2, 2),
 }
-_FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward", "mosaic_forward")
+_FORWARD_KERNELS = (
+    "__cudnn$fmhaSoftmax",
+    "dew_flash3_mha_fwd",
+    "flash_forward",
+    "mosaic_forward",
+)
+_FA3 = re.compile(r"(dew_flash3_mha_)(varlen_)?(fwd|bwd)")
 
 
 class Sizes(NamedTuple):
@@ -239,8 +248,8 @@ class Sizes(NamedTuple):
 
 class AttentionKernelCall(NamedTuple):
     instruction: Instruction
-    # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or
-    # "blockwise"
+    # "cudnn", "fa3", "cudnn_packed" or "fa3_packed" (with lengths and offsets of documents),
+    # "pallas", "mosaic" or "blockwise"
     kernel: str
     pass_name: Pass
     full_flops: float  # one run, over all pairs of a query and a key
@@ -308,6 +317,8 @@ def attention_kernel(
     if instruction.opcode != "custom-call":
         return None
     target = instruction.attributes["custom_call_target"].strip('"')
+    if match := _FA3.fullmatch(target):
+        return _fa3(computation, instruction, *match.groups())
     if target in _PRODUCTS:
         settings = instruction.backend_config["cudnn_fmha_backend_config"]
         kernel = "cudnn_packed" if documents_per_row(instruction) > 1 else "cudnn"
@@ -330,15 +341,37 @@ def documents_per_row(call: Instruction) -> int:
     return int(call.backend_config["cudnn_fmha_backend_config"].get("max_seg_per_batch", 1))
 
 
+def _fa3(
+    computation: Computation, call: Instruction, prefix: str, varlen: str | None, direction: str
+) -> AttentionKernelCall:
+    """A variable-length call as one of a batch of its longest documents, as cuDNN's."""
+    settings = dict(re.findall(r"(\w+) = (-?\w+)", call.attributes.get("backend_config", "")))
+    qkv = [x.arrays[0].dims for x in computation.operands(call)[direction == "bwd" :][:3]]
+    if varlen:
+        lengths = [int(settings[name]) for name in ("max_seqlen", "max_seqlen_k")]
+        batch = qkv[0][0] // lengths[0]
+        lengths.append(lengths[1])
+        qkv = [(batch, length, *dims[1:]) for length, dims in zip(lengths, qkv)]
+    is_masked = bool(varlen) or settings["is_causal"] == "true"
+    kernel = "fa3_packed" if varlen else "fa3"
+    return _kernel_call(call, kernel, prefix + direction, is_masked, qkv)
+
+
 def _custom_call(
     computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool
-):
-    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between
-    B and S.
+) -> AttentionKernelCall:
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH."""
+    qkv = [operand.arrays[0].dims for operand in computation.operands(call)[:3]]
+    return _kernel_call(call, kernel, name, is_masked, qkv)
+
+
+def _kernel_call(
+    call: Instruction, kernel: str, name: str, is_masked: bool, qkv: Sequence[tuple[int, ...]]
+) -> AttentionKernelCall:
+    """A kernel with q_BTNH, k_BSKH and v_BSKH of these sizes; k and v may have layers between B and
+    S.
     """
-    (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = (
-        operand.arrays[0].dims for operand in computation.operands(call)[:3]
-    )
+    (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = qkv
     sizes = Sizes(batch * num_heads, num_queries, num_keys)
     over_keys, over_values = _PRODUCTS[name]
     flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)

@@ -24,7 +24,7 @@ from typing import NamedTuple, Self
 import jax
 from jax.stages import Compiled, Lowered
 
-from jaxlc.attention.kernels import cudnn
+from jaxlc.attention.kernels import cudnn, fa3
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import scopes
@@ -77,7 +77,7 @@ class Memory:
     optimizer_bytes: int  # on the GPU
     batch_bytes: int  # on the GPU
     device_temp_bytes: int  # without symmetric buffers
-    workspace_bytes: int  # upper bound of cuDNN's scratch memory
+    workspace_bytes: int  # upper bound of the scratch memory of attention kernels
     symmetric_used_bytes: int  # by the program, in NVSHMEM's heap or in NCCL's registered buffers
     nvshmem_heap_bytes: int  # as configured; 0 if no collective uses NVSHMEM
     nccl_bytes: int  # upper bound of NCCL's buffers
@@ -219,7 +219,8 @@ def unified_host_bytes(
 
 
 def workspace_bytes(program: AnalyzedProgram) -> int:
-    """Workspace of cuDNN's attention calls, whose size is 0 in a program compiled without a GPU.
+    """Workspace of cuDNN's attention calls, whose size is 0 in a program compiled without a GPU, and of fa3's, which
+    no program has.
 
     Where a GPU is attached, the compiler writes the size into the last result of a call, and the
     temporaries of the program contain it.
@@ -231,9 +232,14 @@ def workspace_bytes(program: AnalyzedProgram) -> int:
     for computation in program:
         for instruction in computation:
             call = program.attention_call_of.get(instruction)
-            if call is None or call.kernel not in ("cudnn", "cudnn_packed"):
+            if call is None or not call.kernel.startswith(("cudnn", "fa3")):
                 continue
             last = instruction.arrays[-1]
+            if call.kernel.startswith("fa3"):
+                if call.is_backward:
+                    dq, dk, *_ = (array.dims for array in instruction.arrays)
+                    sizes.append(fa3.workspace_bytes(dq, dk, last.dims[0]))
+                continue
             if last.dtype == "u8" and last.bytes > 0:
                 continue
             q, k = (operand.arrays[0].dims for operand in computation.operands(instruction)[:2])

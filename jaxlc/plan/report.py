@@ -349,8 +349,9 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
             if name == "triton gemm"
             else ""
         )
-        if name.startswith("cudnn_packed"):
-            note = "kernel cudnn, with the lengths and offsets of documents"
+        if name.startswith(("cudnn_packed", "fa3_packed")):
+            kernel = name.partition("_")[0]
+            note = f"kernel {kernel}, with the lengths and offsets of documents"
         elif name.startswith("mosaic experts"):
             note = "compared with blocks before a run trains; estimated from an assumed rate"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()

@@ -263,7 +263,7 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
 def hints(step: TrainStep) -> tuple[str, ...]:
     """Settings that may make the step faster, as sentences."""
     attention = step.config.attention
-    if not attention.document_mask or "cudnn" in step.kernel_names:
+    if not attention.document_mask or any(name in step.kernel_names for name in ("cudnn", "fa3")):
         return ()
     unmasked = dataclasses.replace(
         step.config, attention=dataclasses.replace(attention, document_mask=False)

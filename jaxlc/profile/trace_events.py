@@ -161,7 +161,10 @@ _BY_NAME = (  # names of kernels and HLO instructions, if the program is unknown
             rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I
         ),
     ),
-    (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention|compute_dot_do_o|convert_dq", re.I)),
+    (
+        ATTENTION,
+        re.compile(r"fmha|flash_|flash::|sdpa|cudnn.*attention|compute_dot_do_o|convert_dq", re.I),
+    ),
     (MATMUL, re.compile(r"gemm|nvjet|cutlass|cublas|\bdot\b|xmma|Cijk_", re.I)),
 )
 

@@ -96,7 +96,8 @@ class Rates:
             try:
                 kernels = build_step(config, make_mesh(self.gpus, config.mesh)).kernels
                 self._kernels[key] = {
-                    k: x.name + packed if x.name == "cudnn" else x.name for k, x in kernels.items()
+                    k: x.name + packed if x.name in ("cudnn", "fa3") else x.name
+                    for k, x in kernels.items()
                 }
             except UserError:
                 self._kernels[key] = None

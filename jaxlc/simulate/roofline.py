@@ -161,12 +161,17 @@ class Rates(NamedTuple):
 #     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2] has 792 at best.
 #     cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508 and 531 backward; in steps with
 #     32,768 tokens 579 to 655 and 500 to 533.
+# [7] the same page, "FlashAttention-3", 32,768 tokens: direct calls in times the rate of cuDNN, forward and backward,
+#     1.22 and 1.35 (32 heads of 64), 1.15 and 1.17 (32 of 128), 1.20 and 1.24 (16 of 256).
 # Assumed: all rates of the GPUs without NVLink, whose power limits are low; Mosaic between Triton and cuDNN; kernels
 # other than cuDNN achieve an H100's fractions on all GPUs, and packed documents in cuDNN on a B200 are a little below
 # its rate without.
 _ATTENTION_ON_HOPPER = {
     "cudnn": Efficiency(0.60, 0.53),  # [6]; [3] has 0.63 and 0.55 on an H200
     "cudnn_packed": Efficiency(0.58, 0.49),  # [6]
+    # [7] relative to cuDNN, in the same call; packed documents as cuDNN's
+    "fa3": Efficiency(0.69, 0.62),
+    "fa3_packed": Efficiency(0.67, 0.57),
     # [6]; the backward counts the products that it computes twice
     "pallas": Efficiency(0.42, 0.52),
     "mosaic": Efficiency(0.50, 0.40),
@@ -208,6 +213,12 @@ _HEAD_DIM_EFFICIENCY = (
     (64, Efficiency(0.71, 0.73)),
     (128, Efficiency(1.0, 1.0)),
     (256, Efficiency(1.1, 0.69)),
+)
+# [7] times the rates of cuDNN
+_HEAD_DIM_EFFICIENCY_FA3 = (
+    (64, Efficiency(0.75, 0.84)),
+    (128, Efficiency(1.0, 1.0)),
+    (256, Efficiency(1.15, 0.73)),
 )
 
 # NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
@@ -251,13 +262,12 @@ def saturation(num_keys: float, half_keys: float) -> float:
     return num_keys / (num_keys + half_keys)
 
 
-def head_dim_efficiency(head_dim: int, *, is_backward: bool) -> float:
+def head_dim_efficiency(head_dim: int, *, is_backward: bool, kernel: str = "cudnn") -> float:
     """The rate of an attention kernel relative to head dim 128, linear between the measured head
     dims.
     """
-    curve = [
-        (dim, rate.backward if is_backward else rate.forward) for dim, rate in _HEAD_DIM_EFFICIENCY
-    ]
+    measured = _HEAD_DIM_EFFICIENCY_FA3 if kernel.startswith("fa3") else _HEAD_DIM_EFFICIENCY
+    curve = [(dim, rate.backward if is_backward else rate.forward) for dim, rate in measured]
     if head_dim <= curve[0][0]:
         return curve[0][1]
     for (low, low_rate), (high, high_rate) in zip(curve, curve[1:]):
@@ -345,7 +355,7 @@ class Roofline:
         half_keys = (
             self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
         )
-        curve = head_dim_efficiency(head_dim, is_backward=is_backward)
+        curve = head_dim_efficiency(head_dim, is_backward=is_backward, kernel=kernel)
         if num_keys != float("inf"):
             curve *= saturation(num_keys, half_keys)
         return flops / (rate * curve)

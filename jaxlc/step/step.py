@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.attention.kernels.cudnn import check_deterministic
-from jaxlc.attention.kernels.packed_check import check_packed_cudnn
+from jaxlc.attention.kernels.packed_check import check_packed
 from jaxlc.config import Config, LoraConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.core import hardware
@@ -542,19 +542,19 @@ def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
 
 
 def check_kernels(step: TrainStep) -> list[str]:
-    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's calls for
+    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's and fa3's calls for
     packed documents and the Mosaic products of experts with the reference, and the version of cuDNN
     with what config.runtime.deterministic needs.
 
     Returns:
       Lines with the errors; none without such kernels.
     Raises:
-      UserError: as `check_packed_cudnn`, `check_deterministic` and `check_mosaic_product`.
+      UserError: as `check_packed`, `check_deterministic` and `check_mosaic_product`.
     """
     config, device = step.config, jax.local_devices()[0]
     if device.platform != "gpu" or step.model is not None:
         return []
-    lines = _check_cudnn(step, device)
+    lines = _check_attention(step, device)
     if config.runtime.expert_kernel == "mosaic":
         model = config.model
         ffn_dim = model.experts.ffn_dim // config.mesh.tensor
@@ -565,25 +565,25 @@ def check_kernels(step: TrainStep) -> list[str]:
     return lines
 
 
-def _check_cudnn(step: TrainStep, device: jax.Device) -> list[str]:
-    config, kernels = step.config, step.kernels
-    if not any(kernel.name == "cudnn" for kernel in kernels.values()):
-        return []
-    if config.runtime.deterministic:
+def _check_attention(step: TrainStep, device: jax.Device) -> list[str]:
+    config = step.config
+    checked = {kind: x.name for kind, x in step.kernels.items() if x.name in ("cudnn", "fa3")}
+    if config.runtime.deterministic and "cudnn" in checked.values():
         check_deterministic(device)
-    if not config.attention.document_mask:
-        return []
     shapes = dict.fromkeys(
-        config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn"
+        (name, config.model.of_kind(kind))
+        for kind, name in checked.items()
+        if name == "fa3" or config.attention.document_mask
     )
     lines = [
-        check_packed_cudnn(
+        check_packed(
+            name,
             device,
             num_heads=shape.attention.num_heads,
             num_kv_heads=shape.attention.num_kv_heads,
             head_dim=shape.attention.head_dim,
             dtype=step.compute_dtype,
         )
-        for shape in shapes
+        for name, shape in shapes
     ]
     return list(dict.fromkeys(lines))

@@ -9,10 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionProblem
-from jaxlc.attention.kernels import cudnn, pallas
+from jaxlc.attention.kernels import cudnn, fa3, pallas
 from jaxlc.attention.kernels.choose import KERNELS, choose_kernel
 from jaxlc.attention.strategies.sharded_attention import attention_spec
 from jaxlc.config import AttentionConfig, MeshConfig, defaults, load
+from jaxlc.core import hardware
+from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import build_step
 
@@ -217,8 +219,125 @@ def test_only_pallas_has_smaller_blocks_on_gpus_with_little_shared_memory(gpu, i
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_named_kernel_is_selected_over_faster_one(name):
+def test_named_kernel_is_selected_over_faster_one(monkeypatch, name):
+    monkeypatch.setattr(fa3, "unavailable", lambda: None)
     assert choose_kernel(name, _problem()).name == name
+
+
+@pytest.fixture
+def with_fa3(monkeypatch):
+    """fa3 is installed, with a JAX that it supports."""
+    monkeypatch.setattr(fa3, "FIRST_JAX", (0, 10, 1))
+    monkeypatch.setattr(fa3, "unavailable", lambda: None)
+
+
+UNSUPPORTED_BY_FA3 = {
+    "A100": (_problem(A100), "compute capability 8.0 (supported: 9.0)"),
+    "deterministic": (
+        _problem(deterministic=True),
+        "config.runtime.deterministic=True (supported: False, since the order of its sums varies)",
+    ),
+    "head dim 96": (
+        _problem(head_dim=96, value_dim=96),
+        "head dim 96 (supported: 64, 128, 192, 256; padded, it is not faster than cudnn)",
+    ),
+    "value dim": (
+        _problem(head_dim=192),
+        "head dim 128 of values (supported: head dim of queries, 192)",
+    ),
+    "all_gather": (
+        _problem(implicit_positions=False),
+        "key ranges of all_gather, decoding, or a window over packed documents with a ring or shared prefixes"
+        " (supported: packed documents, windows of one rank's tokens or of one document)",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem, limit", UNSUPPORTED_BY_FA3.values(), ids=UNSUPPORTED_BY_FA3)
+def test_fa3_is_refused_with_the_limit_and_auto_takes_another(with_fa3, problem, limit):
+    with pytest.raises(NotImplementedError) as error:
+        choose_kernel("fa3", problem)
+    assert str(error.value) == f"unsupported by attention kernel fa3: {limit}; use kernel auto"
+    selection = choose_kernel("auto", problem)
+    assert selection.name != "fa3"
+    is_named = problem.compute_capability == "9.0"  # elsewhere it cannot be installed
+    assert (f"fa3 unsupported: {limit}" in selection.reason) == is_named
+
+
+def test_padded_head_dim_is_not_faster_than_cudnn():
+    """96 as 128, by the rates of the time model; within 2% it counts as equal."""
+    h100 = hardware.find("h100")
+    cudnn_seconds, fa3_seconds = (
+        sum(
+            Roofline().attention_seconds(
+                h100, name, is_backward=is_backward, flops=flops * width, head_dim=width
+            )
+            for is_backward, flops in ((False, 2.0), (True, 5.0))
+        )
+        for name, width in (("cudnn", 96), ("fa3", 128))
+    )
+    assert fa3_seconds > 0.98 * cudnn_seconds
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        _problem(),
+        _problem(head_dim=256, value_dim=256),
+        _problem(window=64),
+        _problem(**PACKED),
+        _problem(num_elements=2**31, **PACKED),
+        _problem(window=64, implicit_positions=False, window_ranges=True),
+    ],
+    ids=["causal", "head dim 256", "window", "packed", "2^31 elements", "window over a halo"],
+)
+def test_auto_on_hopper_is_fa3_where_it_is_installed(with_fa3, problem):
+    selection = choose_kernel("auto", problem)
+    assert selection.name == "fa3" and "assumes dew_flash_attn 0.3.6" in selection.reason
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("settings", "packed", "name"),
+    [
+        (dict(strategy="ring"), False, "fa3"),
+        (dict(strategy="ring"), True, "pallas"),
+        (dict(strategy="ulysses"), True, "fa3"),
+        (dict(strategy="hybrid", ulysses_degree=4), True, "fa3"),
+        (dict(strategy="hybrid", ulysses_degree=2), True, "pallas"),
+    ],
+    ids=str,
+)
+def test_window_over_packed_documents_is_fa3_on_ranks_with_the_same_tokens(
+    with_fa3, settings, packed, name
+):
+    mesh = make_mesh(topology("h100:1x4"), MeshConfig(context=4))
+    call = dict(head_dim=128, dtype=jnp.bfloat16, window=64, packed=packed)
+    assert choose(AttentionConfig(**settings), mesh, **call).name == name
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("deterministic, name", [(False, "fa3"), (True, "cudnn")])
+def test_deterministic_run_takes_no_fa3(with_fa3, deterministic, name):
+    config = defaults()
+    config.model.update(num_heads=2, num_kv_heads=2, head_dim=64)
+    config.runtime.deterministic = deterministic
+    mesh = make_mesh(topology("h100:1x1"), MeshConfig())
+    assert {x.name for x in build_step(load(config), mesh).kernels.values()} == {name}
+
+
+def test_fa3_without_its_package_is_refused_with_the_install_line(monkeypatch):
+    unavailable = fa3.unavailable.__wrapped__
+    monkeypatch.setattr(fa3, "FIRST_JAX", (0, 10, 1))
+    monkeypatch.setattr(fa3, "is_installed", lambda package: False)
+    monkeypatch.setattr(fa3, "unavailable", unavailable)
+    install = r"not installed: pip install -e '.\[fa3-cuda12\]' .*, or fa3-cuda13 with CUDA 13"
+    with pytest.raises(NotImplementedError, match=install):
+        choose_kernel("fa3", _problem())
+    assert choose_kernel("auto", _problem()).name == "cudnn"
+    monkeypatch.setattr(fa3, "FIRST_JAX", (9, 0))
+    with pytest.raises(NotImplementedError, match=r"JAX 0.* \(supported: 9.0 and later\)"):
+        choose_kernel("fa3", _problem())
 
 
 def test_unknown_kernel_raises():

@@ -19,7 +19,7 @@ from jaxlc import _jax_internals
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, reference
-from jaxlc.attention.kernels.packed_check import check_packed_cudnn
+from jaxlc.attention.kernels.packed_check import check_packed
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
@@ -177,10 +177,10 @@ def check(stand_in, monkeypatch):
         def selected(*args):
             return problems(*args)[0][problem : None if problem is None else problem + 1], ""
 
-        packed_check._Problem.cudnn_results.clear_cache()  # the stand-in may have changed
+        packed_check._Problem.results.clear_cache()  # the stand-in may have changed
         monkeypatch.setattr(packed_check, "_problems", selected)
         settings = dict(document_tokens=documents, large_elements=256 * 4 * 8)
-        return check_packed_cudnn(device, **heads, dtype=jnp.float32, **settings)
+        return check_packed("cudnn", device, **heads, dtype=jnp.float32, **settings)
 
     return run
 

@@ -38,7 +38,7 @@ def test_reference_pages_match_the_code():
     ]
     assert [key for key in keys if f"\n| `{key}` | " not in by_name["config.md"]] == []
     assert (
-        "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |"
+        "| float32 | dtype float32 (supported: bfloat16, float16) | dtype float32 (supported: bfloat16, float16) |"
         in by_name["support.md"]
     )
     plan = json.loads(next((ROOT / "notebooks" / "data").glob("plan*.json")).read_text())

@@ -28,7 +28,7 @@ from jaxlc.attention.contract import (
     merge,
     prepared,
 )
-from jaxlc.attention.kernels import blockwise, cudnn, mosaic, pallas, reference
+from jaxlc.attention.kernels import blockwise, cudnn, fa3, mosaic, pallas, reference
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported, UserError
 
@@ -105,6 +105,7 @@ def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
 
 
 KERNELS: dict[str, Kernel] = {
+    "fa3": fa3,
     "cudnn": cudnn,
     "pallas": pallas,
     "blockwise": blockwise,
@@ -112,7 +113,8 @@ KERNELS: dict[str, Kernel] = {
     "mosaic": mosaic,
 }
 # The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU, pallas runs in an
-# interpreter, for tests only. mosaic is not among them until a GPU has verified it.
+# interpreter, for tests only. mosaic is not among them until a GPU has verified it. fa3 is the first one where it can
+# be installed: on Hopper, with a JAX that it supports.
 _AUTO_ORDER = {"gpu": ("cudnn", "pallas", "blockwise")}
 _AUTO_ORDER_OTHER = ("blockwise",)
 
@@ -151,7 +153,10 @@ def choose_kernel(name: str, problem: AttentionProblem) -> KernelSelection:
 
 def _fastest(problem: AttentionProblem) -> KernelSelection:
     reasons = [f"fastest supported kernel on {problem.platform}"]
-    for name in _AUTO_ORDER.get(problem.platform, _AUTO_ORDER_OTHER):
+    names = _AUTO_ORDER.get(problem.platform, _AUTO_ORDER_OTHER)
+    if fa3.is_candidate(problem):
+        names = ("fa3", *names)
+    for name in names:
         limit = KERNELS[name].unsupported(problem)
         if limit is None:
             return _selection(name, reasons, problem)
@@ -160,5 +165,6 @@ def _fastest(problem: AttentionProblem) -> KernelSelection:
 
 
 def _selection(name: str, reasons: list[str], problem: AttentionProblem) -> KernelSelection:
-    assumption = cudnn.assumption(problem) if name == "cudnn" else None
+    assumptions = {"cudnn": cudnn.assumption, "fa3": fa3.assumption}
+    assumption = assumptions[name](problem) if name in assumptions else None
     return KernelSelection(name, "; ".join([*reasons, *([assumption] if assumption else [])]))

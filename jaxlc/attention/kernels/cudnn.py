@@ -37,8 +37,7 @@ from jaxlc.attention.kernels import cudnn_packed
 from jaxlc.attention.kernels.cudnn_packed import (
     MAX_ELEMENTS,
     DocumentTable,
-    calls_for,
-    document_table,
+    prepared_table,
 )
 from jaxlc.core.errors import Unsupported, UserError
 
@@ -197,9 +196,7 @@ def forward_calls(
     q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> CallResults:
     """As `forward`; see `contract`."""
-    call, operands = _call(
-        cudnn_attention_forward, cudnn_packed.forward, q_BTNH, k_BSKH, ranges, spec
-    )
+    call, operands = call_for(_forward, cudnn_packed.forward, ranges, spec)
     return call(q_BTNH, k_BSKH, v_BSKH, *operands)
 
 
@@ -209,11 +206,7 @@ def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTa
     Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap`
     does not support calls with a table.
     """
-    calls = calls_for(
-        *ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents
-    )
-    table = document_table(*ranges, num_keys, calls, causal=spec.causal)
-    return jax.tree.map(lambda x: x[None], table)
+    return jax.tree.map(lambda x: x[None], prepared_table(ranges, num_keys, spec))
 
 
 def backward(
@@ -233,10 +226,19 @@ def backward_calls(
     q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
 ) -> CallResults:
     """As `backward`; see `contract`."""
+    call, operands = call_for(_backward, cudnn_packed.backward, ranges, spec)
+    return gradients_with_dlse(call, q_BTNH, k_BSKH, v_BSKH, operands, results)
+
+
+def gradients_with_dlse(
+    call: Callable, q_BTNH, k_BSKH, v_BSKH, operands: tuple, results: QueryResults
+) -> CallResults:
+    """(dq, dk, dv) of a kernel without a gradient of the lse; see `backward`.
+
+    Args:
+      call: of `call_for`, with its operands.
+    """
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    call, operands = _call(
-        cudnn_attention_backward, cudnn_packed.backward, q_BTNH, k_BSKH, ranges, spec
-    )
 
     def calls(v_BSKH, out_BTNH, dout_BTNH) -> CallResults:
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
@@ -293,11 +295,11 @@ def workspace_bytes(
     return documents_per_row * workspace
 
 
-def _call(
-    implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: AttentionSpec
+def call_for(
+    implicit: Callable, packed: Callable, ranges, spec: AttentionSpec
 ) -> tuple[Callable, tuple]:
-    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and
-    its last operands.
+    """`implicit` for a call without ranges or `packed` for one with them, with the spec, and its
+    last operands.
 
     It returns CallResults. `vmap` supports calls without a table.
     """
@@ -307,7 +309,7 @@ def _call(
             return packed, (jax.tree.map(lambda x: x[0], ranges),)
         call, operands = (lambda *operands: packed(*operands).values()), tuple(ranges)
     else:
-        call, operands = functools.partial(implicit, **_settings(q_BTNH, k_BSKH, spec)), ()
+        call, operands = functools.partial(implicit, spec=spec), ()
     foldable = _fold_vmap_into_batch(call)
     return (lambda *operands: CallResults(foldable(*operands), tuple)), operands
 
@@ -331,6 +333,14 @@ def _fold_vmap_into_batch(call: Callable) -> Callable:
         return unfolded, jax.tree.map(lambda _: True, results)
 
     return foldable
+
+
+def _forward(q_BTNH, k_BSKH, v_BSKH, *, spec: AttentionSpec):
+    return cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, **_settings(q_BTNH, k_BSKH, spec))
+
+
+def _backward(q_BTNH, k_BSKH, *operands, spec: AttentionSpec):
+    return cudnn_attention_backward(q_BTNH, k_BSKH, *operands, **_settings(q_BTNH, k_BSKH, spec))
 
 
 def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict:

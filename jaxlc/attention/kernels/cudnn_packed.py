@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import cudnn_packed_backward, cudnn_packed_forward
-from jaxlc.attention.contract import AttentionSpec, CallResults
+from jaxlc.attention.contract import AttentionSpec, CallResults, KeyRanges
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 
@@ -64,14 +64,19 @@ class Bucket(NamedTuple):
         return self.num_rows * self.documents_per_row
 
 
-def buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...]:
+def buckets(
+    batch: int, num_queries: int, num_keys: int, min_tokens: int | None = None
+) -> tuple[Bucket, ...]:
     """The sizes of calls for arrays [batch, num_queries, ...] and [batch, num_keys, ...], longest
     documents first.
+
+    Args:
+      min_tokens: of the smallest size. None: MIN_BUCKET_TOKENS.
     """
     sizes, factor = [], 1
     while factor == 1 or (
         num_queries % factor == num_keys % factor == 0
-        and min(num_queries, num_keys) >= factor * MIN_BUCKET_TOKENS
+        and min(num_queries, num_keys) >= factor * (min_tokens or MIN_BUCKET_TOKENS)
     ):
         sizes.append(Bucket(batch * factor, num_queries // factor, num_keys // factor))
         factor *= 4
@@ -107,7 +112,13 @@ class Calls(NamedTuple):
 
 
 def calls_for(
-    batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    few_documents: bool,
+    min_tokens: int | None = None,
 ) -> Calls:
     """The calls for a spec and arrays [batch, num_queries, ...] and [batch, num_keys, ...].
 
@@ -115,7 +126,7 @@ def calls_for(
     most three documents of a sequence have more than a quarter of the tokens, and 15 more than a
     sixteenth.
     """
-    sizes = buckets(batch, num_queries, num_keys)
+    sizes = buckets(batch, num_queries, num_keys, min_tokens)
     if not few_documents or num_queries % 4 or num_keys % 4:
         return Calls(sizes[:1], sizes)
     quarter = Bucket(4 * batch, num_queries // 4, num_keys // 4, 3 if causal else 2)
@@ -174,7 +185,13 @@ class DocumentTable(NamedTuple):
 
 
 def document_table(
-    start_BT: jax.Array, end_BT: jax.Array, num_keys: int, calls: Calls, *, causal: bool
+    start_BT: jax.Array,
+    end_BT: jax.Array,
+    num_keys: int,
+    calls: Calls,
+    *,
+    causal: bool,
+    has_window: bool = False,
 ) -> DocumentTable:
     """The documents of the key ranges [start, end) of each query; start == end for fully masked rows.
 
@@ -182,12 +199,18 @@ def document_table(
       calls: of `calls_for`.
       causal: a query at index t has the range [first, t + 1), where first is the index of its document's first query.
         Otherwise all queries of a document have the same range. It is not checked.
+      has_window: instead, the ends of a document's ranges ascend by 1, and only its first query may have one key.
     """
     (batch, num_queries), sizes = start_BT.shape, calls.sizes
     has_keys_BT = start_BT < end_BT
-    is_first_BT = has_keys_BT & (
-        start_BT == jnp.arange(num_queries) if causal else _differs_from_previous(start_BT, end_BT)
-    )
+    if has_window:
+        steps_BT = end_BT - jnp.arange(num_queries)
+        is_first_BT = (start_BT == end_BT - 1) | _differs_from_previous(steps_BT, steps_BT)
+    elif causal:
+        is_first_BT = start_BT == jnp.arange(num_queries)
+    else:
+        is_first_BT = _differs_from_previous(start_BT, end_BT)
+    is_first_BT &= has_keys_BT
     ends_here_BT = jnp.pad(
         (is_first_BT | ~has_keys_BT)[:, 1:], ((0, 0), (0, 1)), constant_values=True
     )
@@ -214,7 +237,7 @@ def document_table(
     start_D2 = jnp.broadcast_to(ends, length_D2.shape).at[sorted_D].set(start_D2)
     start_D2 = jnp.where(length_D2 > 0, start_D2, ends)
     all_documents = DocumentRows(*length_D2.T, *start_D2.T)
-    q_document = _document_of_rows(
+    q_document = document_of_rows(
         all_documents.q_start, all_documents.q_length, batch * num_queries
     )
     return DocumentTable(
@@ -225,7 +248,7 @@ def document_table(
         jnp.where(
             q_document >= 0, jnp.arange(len(q_document)) - all_documents.q_start[q_document], 0
         ),
-        _document_of_rows(all_documents.kv_start, all_documents.kv_length, batch * num_keys),
+        document_of_rows(all_documents.kv_start, all_documents.kv_length, batch * num_keys),
     )
 
 
@@ -283,7 +306,7 @@ def _counting_sort(key_D: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Arra
     return ((begin_K + rank_DK - 1) * is_key_DK).sum(1), end_K
 
 
-def _document_of_rows(start_D: jax.Array, length_D: jax.Array, num_rows: int) -> jax.Array:
+def document_of_rows(start_D: jax.Array, length_D: jax.Array, num_rows: int) -> jax.Array:
     """[num_rows]: the document that a row belongs to, or -1. Documents do not overlap."""
     number_D = jnp.where(length_D > 0, jnp.arange(1, len(start_D) + 1, dtype=jnp.int32), 0)
     change = (
@@ -311,25 +334,19 @@ def forward(
     Raises:
       Unsupported: q or k has 2^31 elements or more, or the spec has a window.
     """
-    block = _Block.create(q_BTNH, k_BSKH, table, spec)
+    _check(q_BTNH, k_BSKH, spec)
+    block, settings = Block.create(q_BTNH, k_BSKH, table, spec), _settings(q_BTNH, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
-        out, lse_DNT = cudnn_packed_forward(q, k, v, *block.operands(documents), **block.settings)
+        out, lse_DNT = cudnn_packed_forward(q, k, v, *block.operands(documents), **settings)
         return out.reshape(q_BTNH.shape), lse_DNT
 
     def unpack(results, bucket: Bucket, first):
         out_BTNH, lse_DNT = results
         return out_BTNH, block.unpack_lse(lse_DNT, bucket, first)
 
-    documents = block.q_document_BT[:, :, None, None], block.q_document_BT[:, None]
-    calls = block.run(call, unpack, documents, unwritten=(0.0, -jnp.inf))
-
-    def joined(results):
-        out_BTNH, lse_BNT = calls.joined(results)
-        return out_BTNH, block.checked(lse_BNT)
-
-    return CallResults(calls.results, joined)
+    return block.forward(call, unpack)
 
 
 def backward(
@@ -345,53 +362,100 @@ def backward(
     """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype.
     Otherwise as `forward`.
     """
-    block = _Block.create(q_BTNH, k_BSKH, table, spec)
+    _check(q_BTNH, k_BSKH, spec)
+    block, settings = Block.create(q_BTNH, k_BSKH, table, spec), _settings(q_BTNH, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v, out, dout = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
         operands, lse = block.operands(documents), block.pack_lse(lse_BNT, bucket, documents)
-        results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, **block.settings)
+        results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, **settings)
         return tuple(
             dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True)
         )
 
-    documents = (
-        x[:, :, None, None]
-        for x in (block.q_document_BT, block.kv_document_BS, block.kv_document_BS)
+    return block.backward(call)
+
+
+def _check(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> None:
+    """Raises Unsupported as `forward`."""
+    if spec.window is not None:
+        raise Unsupported(
+            f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents"
+            " (supported: no window)"
+        )
+    num_elements = max(q_BTNH.size, k_BSKH.size)
+    if num_elements >= MAX_ELEMENTS:
+        raise Unsupported(
+            f"unsupported by attention kernel cudnn: packed documents with {num_elements} elements of queries or"
+            " keys per device (supported: fewer than 2^31, since offsets are int32); use more context or tensor"
+            " ranks, memory.tile_tokens, or kernel pallas"
+        )
+
+
+def _settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict[str, Any]:
+    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal)
+
+
+def prepared_table(
+    ranges: KeyRanges, num_keys: int, spec: AttentionSpec, min_tokens: int | None = None
+) -> DocumentTable:
+    """The table of calls with these ranges; `min_tokens` of `buckets`."""
+    calls = calls_for(
+        *ranges.start_BT.shape,
+        num_keys,
+        causal=spec.causal,
+        few_documents=spec.few_documents,
+        min_tokens=min_tokens,
     )
-    return block.run(call, lambda results, *_: results, tuple(documents), unwritten=(0.0, 0.0, 0.0))
+    has_window = spec.window is not None
+    return document_table(*ranges, num_keys, calls, causal=spec.causal, has_window=has_window)
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """The packed calls for one block of queries and one of keys."""
 
     table: DocumentTable
     calls: Calls
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
-    settings: dict[str, Any]  # of the calls
 
     @classmethod
-    def create(cls, q_BTNH, k_BSKH, table, spec: AttentionSpec) -> "_Block":
-        if spec.window is not None:
-            raise Unsupported(
-                f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents"
-                " (supported: no window)"
-            )
-        num_elements = max(q_BTNH.size, k_BSKH.size)
-        if num_elements >= MAX_ELEMENTS:
-            raise Unsupported(
-                f"unsupported by attention kernel cudnn: packed documents with {num_elements} elements of queries or"
-                " keys per device (supported: fewer than 2^31, since offsets are int32); use more context or tensor"
-                " ranks, memory.tile_tokens, or kernel pallas"
-            )
-        (batch, num_queries), num_keys = q_BTNH.shape[:2], k_BSKH.shape[1]
-        causal, few_documents = spec.causal, spec.few_documents
-        calls = calls_for(batch, num_queries, num_keys, causal=causal, few_documents=few_documents)
+    def create(
+        cls, q_BTNH, k_BSKH, table, spec: AttentionSpec, min_tokens: int | None = None
+    ) -> "Block":
+        """`table` of `forward`, `min_tokens` of `buckets`."""
+        num_keys = k_BSKH.shape[1]
+        calls = calls_for(
+            *q_BTNH.shape[:2],
+            num_keys,
+            causal=spec.causal,
+            few_documents=spec.few_documents,
+            min_tokens=min_tokens,
+        )
         if len(table) > 1:
-            table = (document_table(*table, num_keys, calls, causal=causal),)
-        settings = dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=causal)
-        return cls(*table, calls, q_BTNH.shape, k_BSKH.shape, settings)
+            table = (prepared_table(KeyRanges(*table), num_keys, spec, min_tokens),)
+        return cls(*table, calls, q_BTNH.shape, k_BSKH.shape)
+
+    def forward(self, call: Callable, unpack: Callable) -> CallResults:
+        """(out_BTNH, lse_BNT) of the calls; arguments of `run`."""
+        documents = self.q_document_BT[:, :, None, None], self.q_document_BT[:, None]
+        calls = self.run(call, unpack, documents, unwritten=(0.0, -jnp.inf))
+
+        def joined(results):
+            out_BTNH, lse_BNT = calls.joined(results)
+            return out_BTNH, self.checked(lse_BNT)
+
+        return CallResults(calls.results, joined)
+
+    def backward(self, call: Callable) -> CallResults:
+        """(dq, dk, dv) of the calls."""
+        documents = (
+            x[:, :, None, None]
+            for x in (self.q_document_BT, self.kv_document_BS, self.kv_document_BS)
+        )
+        return self.run(
+            call, lambda results, *_: results, tuple(documents), unwritten=(0.0, 0.0, 0.0)
+        )
 
     @property
     def q_document_BT(self) -> jax.Array:

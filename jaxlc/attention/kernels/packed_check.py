@@ -1,6 +1,6 @@
-"""A check of cuDNN's calls for packed documents on the GPU that is about to train.
+"""A check of the calls of cuDNN and fa3 for packed documents on the GPU that is about to train.
 
-Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
+Whether a library accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
 compares them with the reference before it trains:
 
     - in free memory that is filled with NaN, since memory that no program has used yet is often zero, and an
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn, reference
+from jaxlc.attention.kernels import cudnn, fa3, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
 
@@ -35,12 +35,11 @@ _LARGE_BYTES_PER_ELEMENT = 64  # an upper bound of the memory of the large probl
 _SAMPLE_TOKENS = 16
 _POISON_BYTES = 2**28  # size of one array
 _MAX_POISON_BYTES = 2**37  # with unified memory the pool is larger than the GPU's memory
-_ADVICE = (
-    "set --config.attention.kernel=pallas, and report the GPU and the versions of JAX and cuDNN"
-)
+_KERNELS = {"cudnn": (cudnn, "cuDNN", "pallas"), "fa3": (fa3, "fa3", "cudnn")}
 
 
-def check_packed_cudnn(
+def check_packed(
+    kernel: str,
     device: jax.Device,
     *,
     num_heads: int,
@@ -53,6 +52,7 @@ def check_packed_cudnn(
     """Compares packed calls with the reference: out, lse and gradients.
 
     Args:
+      kernel: "cudnn" or "fa3".
       num_heads, num_kv_heads: of the model.
       document_tokens: lengths of the documents of the small problems, negative for gaps between them.
       large_elements: of the queries of the large problem.
@@ -61,19 +61,21 @@ def check_packed_cudnn(
     Raises:
       UserError: a call fails, or a result is wrong.
     """
-    largest = 0.0
+    largest, (module, library, other) = 0.0, _KERNELS[kernel]
+    advice = f"set --config.attention.kernel={other}, and report the GPU and the versions of JAX and {library}"
     with jax.default_device(device):
         problems, skipped = _problems(
             device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements
         )
         for problem in problems:
             ranges, inputs = problem.ranges(), problem.inputs(head_dim, dtype)
-            call = functools.partial(problem.cudnn_results, ranges, *inputs)
-            results = results_among_nan(call, device, "cuDNN fails on packed documents", _ADVICE)
+            call = functools.partial(problem.results, module, ranges, *inputs)
+            failure = f"{library} fails on packed documents"
+            results = results_among_nan(call, device, failure, advice)
             largest = max(largest, problem.error(ranges, inputs, results))
-    check_error(largest, device, "cuDNN is wrong on packed documents", _ADVICE)
-    line = f"kernel     cudnn on packed documents: relative error {largest:.1e} on {device.device_kind}, measured now"
-    return line + skipped
+    check_error(largest, device, f"{library} is wrong on packed documents", advice)
+    error = f"relative error {largest:.1e} on {device.device_kind}, measured now"
+    return f"kernel     {kernel} on packed documents: {error}{skipped}"
 
 
 class _Problem(NamedTuple):
@@ -117,14 +119,14 @@ class _Problem(NamedTuple):
             [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
         )
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def cudnn_results(self, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
-        """(out, lse, dq, dk, dv), float32."""
-        out, lse = cudnn.forward(q, k, v, ranges, self.spec)
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def results(self, kernel, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
+        """(out, lse, dq, dk, dv), float32, of a kernel's module."""
+        out, lse = kernel.forward(q, k, v, ranges, self.spec)
         return (
             out,
             lse,
-            *cudnn.backward(
+            *kernel.backward(
                 q, k, v, ranges, self.spec, QueryResults(out, lse, dout, jnp.zeros_like(lse))
             ),
         )

@@ -39,6 +39,7 @@ from jaxlc.attention.strategies.strategy import (
 )
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
+from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
@@ -130,6 +131,9 @@ def choose(
     window: int | None = None,
     value_dim: int | None = None,
     num_elements: int = 0,
+    ring_ranks: int | None = None,
+    shared_prefixes: int = 0,
+    deterministic: bool = False,
 ) -> KernelSelection:
     """The kernel that `make(config, mesh, window=window)` calls for such arrays, and the reason.
 
@@ -141,6 +145,8 @@ def choose(
       window: of `make`.
       value_dim: head dim of values. None: equal to head_dim.
       num_elements: of a device's shard of q. 0: unknown.
+      ring_ranks: ranks, or groups of ranks, that have different tokens. None: of the mesh's context axis.
+      shared_prefixes, deterministic: of `make`.
     Raises:
       UserError, Unsupported: as `choose_kernel`.
     """
@@ -149,6 +155,10 @@ def choose(
     implicit_positions = (
         strategy.implicit_positions_in_windows if window else strategy.implicit_positions
     )
+    if ring_ranks is None:
+        context = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
+        inner = {"ulysses": context, "hybrid": config.ulysses_degree}.get(config.strategy, 1)
+        ring_ranks = context // inner
     problem = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
@@ -158,6 +168,10 @@ def choose(
         window=window,
         implicit_positions=implicit_positions and not packed,
         document_ranges=packed and strategy.implicit_positions and window is None,
+        window_ranges=window is not None
+        and not shared_prefixes
+        and (not packed or ring_ranks == 1),
+        deterministic=deterministic,
         num_elements=num_elements,
         cudnn_version=cudnn.version_for(device),
     )
@@ -176,6 +190,7 @@ def make(
     few_documents: bool = False,
     skips_ring_steps: bool = False,
     shared_prefixes: int = 0,
+    deterministic: bool = False,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
@@ -186,6 +201,7 @@ def make(
       few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
       skips_ring_steps: if no document needs the ring steps after step 1, they do not run.
       shared_prefixes: levels of prefixes that documents may continue, which `prepare` gets; 0: none.
+      deterministic: `auto` takes no kernel whose results differ between runs.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
@@ -199,7 +215,7 @@ def make(
     )
     return ShardedAttention(
         config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order,
-        shared_prefixes=shared_prefixes,
+        shared_prefixes=shared_prefixes, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -218,6 +234,7 @@ class ShardedAttention:
     axes: AttentionAxes
     token_order: TokenOrder
     shared_prefixes: int = 0
+    deterministic: bool = False
 
     def prepare(
         self,
@@ -301,6 +318,8 @@ class ShardedAttention:
             self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=value_dim, dtype=q_BTNH.dtype,
             packed=packed, window=self.spec.window,
             num_elements=math.prod(NamedSharding(self.split_mesh, self._specs.heads).shard_shape(q_BTNH.shape)),
+            ring_ranks=1 if self.config.strategy == "ulysses" else self.ranks[0].size,
+            shared_prefixes=self.shared_prefixes, deterministic=self.deterministic,
         ).kernel  # fmt: skip
         return SharedPrefixKernel(kernel) if packed and self.shared_prefixes else kernel
 

@@ -90,6 +90,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             few_documents=on.few_documents,
             skips_ring_steps=on.skips_ring_steps,
             shared_prefixes=on.config.attention.shared_prefixes,
+            deterministic=on.config.runtime.deterministic,
         )
 
     @classmethod
@@ -119,6 +120,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             num_kv_heads=on.model.attention.num_kv_heads,
             window=on.window,
             shared_prefixes=settings.shared_prefixes,
+            deterministic=on.config.runtime.deterministic,
         )
 
         def prepare(tokens: BatchTokens):
@@ -252,6 +254,8 @@ def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelecti
         * on.model.attention.num_heads
         // sizes[TENSOR]
         * on.model.attention.head_dim,
+        shared_prefixes=config.attention.shared_prefixes,
+        deterministic=config.runtime.deterministic,
     )
 
 
