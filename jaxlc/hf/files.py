@@ -74,10 +74,17 @@ class StoredTensor:
     @property
     def bytes(self) -> np.ndarray:
         """The bytes of the tensor, uint8; of one that is in a file as it is, mapped to memory."""
-        num_bytes = _num_bytes(self.shape, self.dtype)
-        if not num_bytes:
-            return np.empty(0, np.uint8)  # which cannot be mapped
-        return np.memmap(self.path, np.uint8, "r", self.offset_bytes, (num_bytes,))
+        return self.read(_mapped, ()).reshape(-1).view(np.uint8)
+
+
+def _mapped(tensor: StoredTensor, *slices: slice) -> np.ndarray:
+    """A part of a tensor that is in a file as it is; bytes if its dtype is unknown."""
+    num_bytes, dtype = _num_bytes(tensor.shape, tensor.dtype), _STORED_DTYPES.get(tensor.dtype)
+    if num_bytes:
+        data = np.memmap(tensor.path, np.uint8, "r", tensor.offset_bytes, (num_bytes,))
+    else:
+        data = np.empty(0, np.uint8)  # which cannot be mapped
+    return data if dtype is None else data.view(dtype).reshape(tensor.shape)[slices]
 
 
 def _num_bytes(shape: Sequence[int], dtype: str) -> int:
@@ -331,16 +338,6 @@ class Fp8Tensor(StoredTensor):
                 weights[..., part, :] = floats * factors
         return weights
 
-    @property
-    def bytes(self) -> np.ndarray:
-        """The bytes of the weight in bfloat16, uint8."""
-        return self.read(_mapped, ()).reshape(-1).view(np.uint8)
-
-
-def _mapped(tensor: StoredTensor, *slices: slice) -> np.ndarray:
-    """A part of a tensor that is in a file as it is."""
-    return tensor.bytes.view(_STORED_DTYPES[tensor.dtype]).reshape(tensor.shape)[slices]
-
 
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 _NF4_PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
@@ -360,11 +357,6 @@ class Nf4Tensor(StoredTensor):
         flat = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
         weights = quantized.Nf4.shaped((*flat, self.offset), self.shape, (1, 1)).dequantized()
         return np.asarray(weights).T[tuple(slices)]
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """The bytes of the weight in bfloat16, uint8."""
-        return self.read(_mapped, ()).reshape(-1).view(np.uint8)
 
 
 def _dequantized(
