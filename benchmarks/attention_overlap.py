@@ -17,10 +17,16 @@ from typing import NamedTuple
 import jax
 from absl import app, flags
 
-from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
+from benchmarks.causal_work import (
+    causal_pairs,
+    computed_pairs,
+    document_pairs,
+    flops_by_rank,
+    imbalance,
+)
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import AnalyzedProgram, analyze, flops_by_rank, imbalance
+from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES, Pass
 from jaxlc.runtime.start import start

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.environment import environment_info
 from jaxlc import attention
 from jaxlc.attention import zigzag_order
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
@@ -31,7 +32,7 @@ from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.start import start
-from jaxlc.search.measure import environment_info, interleaved_seconds
+from jaxlc.search.measure import interleaved_seconds
 from jaxlc.sharding.mesh import make_mesh
 
 RINGATTENTION = "ringattention"  # the package of that name (Liu et al.), used like a strategy

@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_speed import AttentionCase, compile_case
+from benchmarks.environment import environment_info
 from jaxlc.config import Config, MeshConfig, RuntimeConfig, load, read_config, with_settings
 from jaxlc.runtime.start import start
-from jaxlc.search.measure import environment_info, random_batch
+from jaxlc.search.measure import random_batch
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 

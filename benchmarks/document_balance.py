@@ -136,7 +136,7 @@ def table() -> Iterator[str]:
             for mean, worst in zip(costs.mean(axis=0), costs.max(axis=0))
         )
         layouts = [document_layout(lengths, TOKENS, CONTEXT) for lengths in sequences]
-        num_complete = sum(len(layout.active_ring_steps) == CONTEXT for layout in layouts)
+        num_complete = sum(layout.ring_work.any(axis=1).all() for layout in layouts)
         shared = np.mean([layout.num_shared_tokens for layout in layouts]) * CONTEXT / TOKENS
         yield f"| {name} ({len(sequences)}) | {' | '.join(cells)} | {num_complete} | {shared:.0%} |"
 

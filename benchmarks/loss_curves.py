@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.environment import environment_info
 from jaxlc.config import Config, with_settings
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.start import start
-from jaxlc.search.measure import environment_info
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 
 # Name -> settings of config.precision. Each run is compared with the first one.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.causal_work import full_pairs
 from jaxlc.config import Config, defaults, load
-from jaxlc.config.flops import full_pairs
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.program import compile_step
 from jaxlc.simulate.timeline import Prediction

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from benchmarks.broken_ring import broken_ring
+from benchmarks.environment import environment_info
 from jaxlc.config import ModelConfig
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.config.values import From1
@@ -30,7 +31,6 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
 from jaxlc.data.texts.sources import retrieval_prompt
 from jaxlc.runtime.start import start
-from jaxlc.search.measure import environment_info
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.environment import environment_info
 from benchmarks.first_contact.attention_inputs import (
     both_passes,
     is_main,
@@ -25,7 +26,6 @@ from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.kernels.packed_check import check_packed, fill_free_memory_with_nan
-from jaxlc.search.measure import environment_info
 
 MAX_ERROR = 1e-2  # relative norm of the error; bfloat16 rounds to 2^-9
 _PACKAGES = re.compile(r"(jax|jaxlib|flax|optax|orbax|grain|nvidia|ml.collections|triton)", re.I)

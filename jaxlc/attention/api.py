@@ -95,7 +95,12 @@ def attend(
         results = _attend_local(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, context_axis)
     else:
         axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
-        _check_split(q_BTNH, k_BSKH, segment_ids, call, axes)
+        heads = f"{q_BTNH.shape[2]} query and {k_BSKH.shape[2]} key/value heads"
+        check_split(q_BTNH.shape[:3], k_BSKH.shape[2], call.mesh, axes, heads=heads)
+        if segment_ids is not None:
+            check_contiguous(
+                segment_ids, call.mesh.shape[axes.context] if call.token_order == "zigzag" else 1
+            )
         results = _attend_global(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, axes)
     return results if return_lse else results[0]
 
@@ -130,15 +135,6 @@ def _checked_call(
         strategy=known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1
     )
     return _Call(mesh, config, causal, window, scale, token_order)
-
-
-def _check_split(q_BTNH, k_BSKH, segments_BT, call: _Call, axes: AttentionAxes) -> None:
-    heads = f"{q_BTNH.shape[2]} query and {k_BSKH.shape[2]} key/value heads"
-    check_split(q_BTNH.shape[:3], k_BSKH.shape[2], call.mesh, axes, heads=heads)
-    if segments_BT is not None:
-        check_contiguous(
-            segments_BT, call.mesh.shape[axes.context] if call.token_order == "zigzag" else 1
-        )
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))

@@ -160,9 +160,11 @@ class Storage:
         if self._is_local and meta.pop(_PLACE, None) != _place_of(abstract_state):
             return None, "another mesh, or another number of processes, has written it"
         stored = keys_as_words(abstract_state) if self._is_local else abstract_state
-        arguments = ocp.args.PyTreeRestore(
-            stored, restore_args=_restore_args(stored, strict=not padded)
-        )
+        restore_args = ocp.checkpoint_utils.construct_restore_args(stored)
+        is_leaf = lambda x: isinstance(x, ocp.RestoreArgs)  # noqa: E731
+        for argument in jax.tree.leaves(restore_args, is_leaf=is_leaf):
+            argument.strict = not padded  # otherwise it may truncate and pad
+        arguments = ocp.args.PyTreeRestore(stored, restore_args=restore_args)
         handler = self._array_handler()
         state, problem = read_arrays(
             directory, handler, arguments, checksums, padded, self._finite_params
@@ -221,14 +223,6 @@ def _place_of(state) -> dict[str, Any]:
     meshes = (getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(state))
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     return dict(processes=jax.process_count(), mesh={} if mesh is None else dict(mesh.shape))
-
-
-def _restore_args(abstract_state, *, strict: bool):
-    """Orbax's arguments for the shardings of `abstract_state`. Not strict: it may truncate and pad."""
-    arguments = ocp.checkpoint_utils.construct_restore_args(abstract_state)
-    for argument in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs)):
-        argument.strict = strict
-    return arguments
 
 
 def _barrier_of_savers() -> Callable[..., None]:
@@ -458,7 +452,18 @@ class Checkpoints:
             assert storage is not None
             restored, problem = storage.restore(step, target_of(step))
             if problem is None:
-                self._set_aside(damaged, step)
+                for damaged_step, why in damaged.items():
+                    path = self._directory / str(damaged_step)
+                    aside = path.with_name(f"{damaged_step}{UNREADABLE}")
+                    if jax.process_index() == 0:
+                        shutil.rmtree(aside, ignore_errors=True)
+                        path.rename(aside)
+                    self._warn(
+                        f"checkpoint {path} cannot be read ({why}): renamed to {aside.name};"
+                        f" training resumes from the checkpoint of step {step}"
+                    )
+                multihost_utils.sync_global_devices("damaged checkpoints set aside")
+                self._shared.reload()
                 self._delete_local(valid=[other for other in local if other <= step])
                 self._evaluations.forget_after(step)
                 self._evaluations.add_checkpoint(step, restored[1])
@@ -483,17 +488,3 @@ class Checkpoints:
         """
         if self._local is not None:
             self._local.delete_except(valid)
-
-    def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
-        for step, problem in damaged.items():
-            path = self._directory / str(step)
-            aside = path.with_name(f"{step}{UNREADABLE}")
-            if jax.process_index() == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-            self._warn(
-                f"checkpoint {path} cannot be read ({problem}): renamed to {aside.name};"
-                f" training resumes from the checkpoint of step {restored_step}"
-            )
-        multihost_utils.sync_global_devices("damaged checkpoints set aside")
-        self._shared.reload()

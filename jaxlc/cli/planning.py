@@ -84,7 +84,17 @@ def _plan(command: ParsedCommand[PlanFlags], command_line: str) -> int:
     flags, stages = command.flags, command.stages
     configs = [with_transport(stage.config, flags.transport) for stage in stages]
     topology = target_topology(flags.topology, configs[0])
-    _check_output_files(flags, len(stages))
+    num_stages = len(stages)
+    for name, path in (("json", flags.json), ("html", flags.html), ("timeline", flags.timeline)):
+        if not path:
+            continue
+        check_output_file(name, path, is_image=name == "timeline")
+        if name != "json":
+            errors.require("matplotlib", f"--{name}")
+            if num_stages > 1:
+                raise UserError(
+                    f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME"
+                )
     start_on_cpu()
     if flags.prompt_tokens:
         _print_generation_memory(configs[0], topology, flags.prompt_tokens)
@@ -144,20 +154,6 @@ def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) 
     )
     print(f"  KV cache  {gib(memory.cache_bytes):>9}")
     print(f"  weights   {gib(memory.weights_bytes):>9}")
-
-
-def _check_output_files(flags: PlanFlags, num_stages: int) -> None:
-    """Raises UserError for an output file that cannot be written, or not for several stages."""
-    for name, path in (("json", flags.json), ("html", flags.html), ("timeline", flags.timeline)):
-        if not path:
-            continue
-        check_output_file(name, path, is_image=name == "timeline")
-        if name != "json":
-            errors.require("matplotlib", f"--{name}")
-            if num_stages > 1:
-                raise UserError(
-                    f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,20 +513,16 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     attention = AttentionConfig()
     config.attention.update(strategy=attention.strategy, ulysses_degree=attention.ulysses_degree)
     if paths := tuple(filter(None, flags["data"].split(","))):
-        _set_data(config, paths)
+        data, sources = config.data, [*config.data.mixture]
+        if config.rollouts.source == "model":
+            config.rollouts.prompts = paths
+        elif data.traces or config.posttrain.loss:
+            data.update(sources=(), traces=paths)
+        elif len(sources) > 1:
+            names = " ".join(f"--config.data.mixture.{name}.paths=PATHS" for name in sources)
+            raise UserError(f"unsupported: --data for a recipe with several sources; use {names}")
+        elif sources:
+            data.mixture[sources[0]].paths = paths
+        else:
+            data.sources = paths
     return config
-
-
-def _set_data(config: ConfigDict, paths: tuple[str, ...]) -> None:
-    data, sources = config.data, [*config.data.mixture]
-    if config.rollouts.source == "model":
-        config.rollouts.prompts = paths
-    elif data.traces or config.posttrain.loss:
-        data.update(sources=(), traces=paths)
-    elif len(sources) > 1:
-        names = " ".join(f"--config.data.mixture.{name}.paths=PATHS" for name in sources)
-        raise UserError(f"unsupported: --data for a recipe with several sources; use {names}")
-    elif sources:
-        data.mixture[sources[0]].paths = paths
-    else:
-        data.sources = paths

@@ -61,7 +61,12 @@ def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
     for section in sections:
         lines.append(f"\n{section}: {section_text(section)}")
         for setting in settings_of(section):
-            lines += _setting_help(setting)
+            text = textwrap.wrap(setting.meaning, _WIDTH - _KEY_WIDTH)
+            flag = f"--config.{setting.key}={setting.default}"
+            lines += [
+                f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}",
+                *(" " * _KEY_WIDTH + line for line in text[1:]),
+            ]
     return "\n".join(lines)
 
 
@@ -90,16 +95,6 @@ def settings_of(section: str) -> Iterator[Setting]:
         elif not is_part(hint):
             choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
             yield Setting(key, as_argument(defaults[name]), meaning + choices)
-
-
-def _setting_help(setting: Setting) -> list[str]:
-    """The lines of one setting, "SECTION.NAME=DEFAULT"."""
-    text = textwrap.wrap(setting.meaning, _WIDTH - _KEY_WIDTH)
-    flag = f"--config.{setting.key}={setting.default}"
-    return [
-        f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}",
-        *(" " * _KEY_WIDTH + line for line in text[1:]),
-    ]
 
 
 def field_comments(cls: type) -> dict[str, str]:

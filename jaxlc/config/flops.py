@@ -265,14 +265,6 @@ def causal_pairs(seq_len: int, window: int | None = None) -> int:
     return seq_len * reach - reach * (reach - 1) // 2
 
 
-def full_pairs(model: ModelConfig, seq_len: int) -> float:
-    """Pairs of one sequence without a causal mask, but with windows, summed over the layers."""
-    layers = num_layers_by_kind(model).items()
-    return seq_len * sum(
-        number * min(model.window_of(kind) or seq_len, seq_len) for kind, number in layers
-    )
-
-
 def num_matmul_params(model: ModelConfig) -> int:
     """The number of entries of all weight matrices in matrix products: the layers and the output
     head.

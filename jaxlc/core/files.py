@@ -287,7 +287,9 @@ def _acquired(
                     with file:
                         raise LockHeld(_holder(file))
                 time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
-            if _is_current(file, path):
+            # Another process may have deleted it just before it released its lock; then this
+            # raises an error of _STALE, or the file is another one.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         except OSError as error:
             if error.errno not in _STALE:
@@ -311,16 +313,6 @@ def _holder(file: BinaryIO) -> str:
     """The name that the process with the lock has written to the file."""
     file.seek(0)
     return file.read().decode(errors="replace") or "another process"
-
-
-def _is_current(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still names `file`: another process may have deleted it just before it
-    released its lock.
-
-    Raises:
-      OSError: with an error number of _STALE, if it does not.
-    """
-    return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib changes gs://bucket to gs:/bucket

@@ -203,7 +203,23 @@ def examples_of_stages(
         warnings |= dict.fromkeys(source.warnings)
         for view in source.views():
             if view.name not in sources:
-                sources[view.name] = _source_examples(view, num, source.tokenizer)
+                shown = [
+                    tokens for group in itertools.islice(view.examples, num) for tokens in group
+                ]
+                documents = count_text(len(view.lengths), view.unit)
+                sources[view.name] = SourceExamples(
+                    _heading(
+                        f"{view.name}: {documents},", int(view.lengths.sum()), view.num_loss_tokens
+                    ),
+                    tuple(
+                        Example(
+                            _heading(f"{title}:", len(tokens), int(has_loss.sum())),
+                            tuple(_runs(tokens, has_loss, source.tokenizer)),
+                            depth,
+                        )
+                        for title, tokens, has_loss, depth in shown
+                    ),
+                )
     return Examples(sources=tuple(sources.values()), warnings=tuple(warnings))
 
 
@@ -218,22 +234,6 @@ def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
     progress = functools.partial(progress_lines, is_shown=log is not None)
     return data_sources.open(
         config, is_trained=False, progress=progress, log=log or (lambda line: None)
-    )
-
-
-def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> SourceExamples:
-    shown = [tokens for group in itertools.islice(view.examples, num) for tokens in group]
-    documents = count_text(len(view.lengths), view.unit)
-    return SourceExamples(
-        _heading(f"{view.name}: {documents},", int(view.lengths.sum()), view.num_loss_tokens),
-        tuple(
-            Example(
-                _heading(f"{title}:", len(tokens), int(has_loss.sum())),
-                tuple(_runs(tokens, has_loss, tokenizer)),
-                depth,
-            )
-            for title, tokens, has_loss, depth in shown
-        ),
     )
 
 

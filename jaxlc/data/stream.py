@@ -268,7 +268,10 @@ class ChunkedSequences:
 
     def _make(self, number: int) -> PackedSequences | None:
         """Fetches, tokenizes and packs a chunk."""
-        self._remove_used()
+        with self._lock:  # the least recently used chunks, so that half of the cache is free
+            for used in [x for x in self._made if x in self._bytes][:-1]:
+                if sum(self._bytes.values()) > self._limit_bytes / 2:
+                    del self._made[used], self._bytes[used]
         config, setting = self.opener.config, corpus.setting_of(self.source)
         fields = Fields.from_config(self.source)
         with TemporaryDirectory(prefix=_PREFIX, dir=local_path(config.cache_dir)) as name:
@@ -303,13 +306,6 @@ class ChunkedSequences:
         with self._lock:
             self._bytes[number] = store.tokens.nbytes
         return packed
-
-    def _remove_used(self) -> None:
-        """Removes the least recently used chunks, so that half of the cache is free."""
-        with self._lock:
-            for number in [x for x in self._made if x in self._bytes][:-1]:
-                if sum(self._bytes.values()) > self._limit_bytes / 2:
-                    del self._made[number], self._bytes[number]
 
     def _check(self, directory: Path, num_bytes: int, total_bytes: int | None) -> None:
         """Checks the size of the cache while a chunk is made: `num_bytes` of its text are tokenized.

@@ -188,7 +188,31 @@ def text_cases(
         hotpotqa=read_hotpotqa(settings.hotpotqa) if settings.hotpotqa else None,
     )
     for length in settings.lengths:
-        yield from _cases_at_depths(settings, prose, length, options)
+        needle_settings = dict(prose=prose, num_needles=settings.num_needles)
+        for name, example, own, haystack, num_needles in (
+            (NEEDLE, needle_example, needle_settings, prose.name, settings.num_needles),
+            (PASSKEY, passkey_example, {}, "", None),
+        ):
+            suffix = "" if num_needles is None else f"-of-{num_needles}"
+            for depth in settings.depths if name in settings.tasks else ():
+                depth_case = Case(
+                    name=f"{name}-{length}-{100 * depth:g}{suffix}",
+                    make=partial(example, length, depth, **own, **options),
+                    match=match_all,
+                    num_examples=settings.num_examples,
+                    new_tokens=NEW_TOKENS,
+                    data=fingerprint_of(prose.words if own else ""),
+                )
+                yield (
+                    depth_case,
+                    dict(
+                        task=name,
+                        haystack=haystack,
+                        length=length,
+                        depth=depth,
+                        num_needles=num_needles,
+                    ),
+                )
         for name in ruler_tasks:
             task = ruler.TASKS[name]
             questions = getattr(materials, task.settings.get("dataset", ""), None)
@@ -201,37 +225,6 @@ def text_cases(
                 data=fingerprint_of(questions or prose.words),
             )
             yield case, dict(task=name, haystack=prose.name, length=length)
-
-
-def _cases_at_depths(
-    settings: EvalsConfig, prose: Prose, length: int, options: dict
-) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """`text_cases` of needle and passkey. `options` are further arguments of their examples."""
-    needle_settings = dict(prose=prose, num_needles=settings.num_needles)
-    for task, example, materials, haystack, num_needles in (
-        (NEEDLE, needle_example, needle_settings, prose.name, settings.num_needles),
-        (PASSKEY, passkey_example, {}, "", None),
-    ):
-        suffix = "" if num_needles is None else f"-of-{num_needles}"
-        for depth in settings.depths if task in settings.tasks else ():
-            case = Case(
-                name=f"{task}-{length}-{100 * depth:g}{suffix}",
-                make=partial(example, length, depth, **materials, **options),
-                match=match_all,
-                num_examples=settings.num_examples,
-                new_tokens=NEW_TOKENS,
-                data=fingerprint_of(prose.words if materials else ""),
-            )
-            yield (
-                case,
-                dict(
-                    task=task,
-                    haystack=haystack,
-                    length=length,
-                    depth=depth,
-                    num_needles=num_needles,
-                ),
-            )
 
 
 def _ruler_tasks(settings: EvalsConfig) -> list[str]:

@@ -1,14 +1,12 @@
 """Analysis of compiled programs: kernels, loops, the schedule, collectives and host copies, read
 from the HLO text; each part is computed once.
 
-Also: how many arrays of one kind are alive at one time, in the order of the schedule, and the FLOPs
-that the attention kernels of a program compute on each rank, given what masks skip.
+Also: how many arrays of one kind are alive at one time, in the order of the schedule.
 """
 
 import dataclasses
 import itertools
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +21,7 @@ from jaxlc.hlo.kernel_costs import (
     find_attention_collectives,
 )
 from jaxlc.hlo.memory_dump import Thunks
-from jaxlc.hlo.parser import Array, Computation, Instruction, Pass, Program, count_executions, parse
+from jaxlc.hlo.parser import Array, Computation, Instruction, Program, count_executions, parse
 
 __all__ = ["AnalyzedProgram", "Program", "analyze", "parse"]
 
@@ -161,35 +159,3 @@ def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram
     """
     program = parse(text)
     return AnalyzedProgram(program.computations, program.entry, program.is_scheduled, thunks)
-
-
-# (number of queries, number of keys) of a masked call -> the pairs that it computes on each rank
-ComputedPairs = Callable[[int, int], list[int]]
-
-
-def flops_by_rank(
-    program: AnalyzedProgram, computed_pairs: ComputedPairs, num_ranks: int
-) -> dict[Pass, list[float]]:
-    """Attention FLOPs of one run on each rank, by pass.
-
-    Args:
-      computed_pairs: pairs that a masked call computes; all other calls compute all pairs.
-    Raises:
-      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program text.
-    """
-    flops: dict[Pass, list[float]] = defaultdict(lambda: [0.0] * num_ranks)
-    for call, times in program.attention_calls:
-        if call.sizes is None:
-            raise ValueError(f"{call.instruction.name} is a loop: what its mask skips is unknown")
-        pairs = call.sizes.num_queries * call.sizes.num_keys
-        computed = computed_pairs(*call.sizes[1:]) if call.is_masked else [pairs] * num_ranks
-        flops[call.pass_name] = [
-            rank_flops + times * call.full_flops * rank_pairs / pairs
-            for rank_flops, rank_pairs in zip(flops[call.pass_name], computed, strict=True)
-        ]
-    return dict(flops)
-
-
-def imbalance(work_by_rank: list[float]) -> float:
-    """Work of the busiest rank over the mean; 1 means balanced."""
-    return max(work_by_rank) * len(work_by_rank) / math.fsum(work_by_rank)

@@ -56,7 +56,12 @@ def _product(x_nmK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
     """x_nmK times w_EKN, or with `transposed` times w_ENK with its last two dimensions transposed."""
     num_blocks, rows, depth = x_nmK.shape
     width = w_EKN.shape[1 if transposed else 2]
-    _check_size(num_blocks * rows, max(depth, width))
+    num_rows, columns = num_blocks * rows, max(depth, width)
+    if num_rows * columns > _MAX_ELEMENTS:
+        raise Unsupported(
+            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {columns:,} elements (supported: fewer"
+            " than 2^31 elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
+        )
     out_SN = _jax_internals.mosaic_ragged_dot(
         x_nmK.reshape(-1, depth),
         w_EKN.astype(x_nmK.dtype),
@@ -113,14 +118,6 @@ def _group_sizes(expert_n: jax.Array, num_experts: int, block_rows: int) -> jax.
 def _tile(dim: int) -> int:
     """The size of tiles of a dimension, which is a multiple of 64 (`config.kinds.experts`)."""
     return 128 if dim % 128 == 0 else 64
-
-
-def _check_size(num_rows: int, width: int) -> None:
-    if num_rows * width > _MAX_ELEMENTS:
-        raise Unsupported(
-            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {width:,} elements (supported: fewer than"
-            " 2^31 elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
-        )
 
 
 _BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks

@@ -326,45 +326,50 @@ def memory_figure(memory: Memory, title: str) -> Figure:
     figure = plot_style.new_figure(9.5, 4.1 if uses_host else 1.95)
     figure.get_layout_engine().set(h_pad=0.09)
     device, *host = figure.subplots(2 if uses_host else 1, 1, squeeze=False).flat
+    other_bytes = memory.device_arguments_bytes - memory.parameters_bytes - memory.optimizer_bytes
     _memory_bar(
-        device, "GPU", _device_parts(memory), memory.usable_bytes, memory.device_capacity_bytes
+        device,
+        "GPU",
+        {
+            "parameters": (memory.parameters_bytes, BLUE),
+            "optimizer state": (memory.optimizer_bytes, SKY),
+            "batch and other arguments": (other_bytes, GRAY),
+            "temporaries": (memory.device_temp_bytes, TEAL),
+            "kernel workspaces": (memory.workspace_bytes, AMBER),
+            "symmetric buffers": (memory.symmetric_bytes, RED),
+            "NCCL buffers": (memory.nccl_bytes, VIOLET),
+        },
+        memory.usable_bytes,
+        memory.device_capacity_bytes,
     )
     for axes in host:
         usable_bytes, capacity_bytes = memory.usable_host_bytes, memory.host_capacity_per_node_bytes
-        _memory_bar(axes, "node: host memory", _host_parts(memory), usable_bytes, capacity_bytes)
+        num_gpus = memory.host_bytes_per_node // memory.host_bytes_per_device
+        parameters, optimizer = (
+            num_gpus * memory.host_parameters_bytes,
+            num_gpus * memory.host_optimizer_bytes,
+        )
+        _memory_bar(
+            axes,
+            "node: host memory",
+            {
+                "parameters": (parameters, BLUE),
+                "optimizer state": (optimizer, SKY),
+                "gradients and activations": (
+                    memory.host_bytes_per_node - parameters - optimizer,
+                    TEAL,
+                ),
+                "rest of the pools": (
+                    max(0, memory.host_pools_per_node_bytes - memory.host_bytes_per_node),
+                    GRAY,
+                ),
+                "checkpoint staging": (memory.staging_bytes_per_node, SILVER),
+            },
+            usable_bytes,
+            capacity_bytes,
+        )
     plot_style.set_title(figure, f"Peak memory per GPU: {title}")
     return figure
-
-
-def _device_parts(memory: Memory) -> _Parts:
-    other_bytes = memory.device_arguments_bytes - memory.parameters_bytes - memory.optimizer_bytes
-    return {
-        "parameters": (memory.parameters_bytes, BLUE),
-        "optimizer state": (memory.optimizer_bytes, SKY),
-        "batch and other arguments": (other_bytes, GRAY),
-        "temporaries": (memory.device_temp_bytes, TEAL),
-        "kernel workspaces": (memory.workspace_bytes, AMBER),
-        "symmetric buffers": (memory.symmetric_bytes, RED),
-        "NCCL buffers": (memory.nccl_bytes, VIOLET),
-    }
-
-
-def _host_parts(memory: Memory) -> _Parts:
-    num_gpus = memory.host_bytes_per_node // memory.host_bytes_per_device
-    parameters, optimizer = (
-        num_gpus * memory.host_parameters_bytes,
-        num_gpus * memory.host_optimizer_bytes,
-    )
-    return {
-        "parameters": (parameters, BLUE),
-        "optimizer state": (optimizer, SKY),
-        "gradients and activations": (memory.host_bytes_per_node - parameters - optimizer, TEAL),
-        "rest of the pools": (
-            max(0, memory.host_pools_per_node_bytes - memory.host_bytes_per_node),
-            GRAY,
-        ),
-        "checkpoint staging": (memory.staging_bytes_per_node, SILVER),
-    }
 
 
 def _memory_bar(

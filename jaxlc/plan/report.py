@@ -214,15 +214,10 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     model = f"{plan.model}, " if plan.model else ""
     yield f"{model}sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
     yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
-    yield from _wrapped(transport_text(plan))
+    use = "" if plan.ring.hops else "; unused, since attention has no collective permutes"
+    yield from _wrapped(f"transport of attention: {plan.transport_choice}{use}")
     for hint in plan.hints:
         yield from _wrapped(f"hint: {hint}")
-
-
-def transport_text(plan: PlanRecord) -> str:
-    """The transport of attention's collective permutes; other collectives are over NCCL."""
-    use = "" if plan.ring.hops else "; unused, since attention has no collective permutes"
-    return f"transport of attention: {plan.transport_choice}{use}"
 
 
 def _memory(memory: Memory) -> Iterator[str]:

@@ -88,7 +88,24 @@ def trace_from(data: ProfileData, name: str) -> Trace:
     with warnings.catch_warnings():
         # Python 3.12 on a type of JAX 0.12, at its first use
         warnings.simplefilter("ignore", DeprecationWarning)
-        _collect(list(data.planes), devices, steps)
+        # Events of the CPU count only where there is no GPU.
+        planes = list(data.planes)
+        is_gpu = any(_GPU_PLANE.fullmatch(plane.name) for plane in planes)
+        for plane in planes:
+            if _GPU_PLANE.fullmatch(plane.name):
+                for line in plane.lines:
+                    if line.name.startswith(_STREAM):
+                        devices[plane.name].extend(
+                            _event(event, dict(event.stats)) for event in line.events
+                        )
+            elif plane.name == _CPU_PLANE:
+                for event, stats in _with_stats(plane):
+                    if "step_num" in stats:
+                        steps.add(int(stats["step_num"]))
+                    elif "hlo_op" in stats and not is_gpu:
+                        devices[f"/device:CPU:{stats.get('device_ordinal', 0)}"].append(
+                            _event(event, stats)
+                        )
     ordered = {  # a device without events was not used by the traced program
         device: sorted(events, key=lambda event: event.start_seconds)
         for device, events in devices.items()
@@ -99,26 +116,6 @@ def trace_from(data: ProfileData, name: str) -> Trace:
             f"the trace {name} has no events of devices: it was recorded while no program ran"
         )
     return Trace(ordered, tuple(sorted(steps)))
-
-
-def _collect(planes: list[Any], devices: dict[str, list[TraceEvent]], steps: set[int]) -> None:
-    """Adds the events and steps of `planes`. Events of the CPU count only where there is no GPU."""
-    is_gpu = any(_GPU_PLANE.fullmatch(plane.name) for plane in planes)
-    for plane in planes:
-        if _GPU_PLANE.fullmatch(plane.name):
-            for line in plane.lines:
-                if line.name.startswith(_STREAM):
-                    devices[plane.name].extend(
-                        _event(event, dict(event.stats)) for event in line.events
-                    )
-        elif plane.name == _CPU_PLANE:
-            for event, stats in _with_stats(plane):
-                if "step_num" in stats:
-                    steps.add(int(stats["step_num"]))
-                elif "hlo_op" in stats and not is_gpu:
-                    devices[f"/device:CPU:{stats.get('device_ordinal', 0)}"].append(
-                        _event(event, stats)
-                    )
 
 
 def _with_stats(plane: Any) -> Iterator[tuple[Any, dict[str, Any]]]:

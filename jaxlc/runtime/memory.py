@@ -54,7 +54,15 @@ def prepare_unified(config: RuntimeConfig, environment: MutableMapping[str, str]
       UserError: the user's environment variables contradict the config, or the GPUs' memory is unknown.
     """
     machine = find_machine()
-    _check_environment(environment)
+    if _FORCE in environment and not is_on(environment):
+        raise UserError(
+            f"{_FORCE}={environment[_FORCE]} contradicts config.runtime.unified_memory=True; unset one of them"
+        )
+    allocator = environment.get(ALLOCATOR, "")
+    if allocator.lower() not in POOLED:
+        raise UserError(
+            f"{ALLOCATOR}={allocator} does not support unified memory; unset it for config.runtime.unified_memory"
+        )
     fraction = _users_fraction(config, environment)
     if fraction is None:
         fraction = config.unified_memory_fraction or fraction_for(machine)
@@ -128,18 +136,6 @@ def host_memory_bytes(nodes: Path) -> int:
             )
             total += int(line.split()[-2]) * 1024
     return total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _check_environment(environment: MutableMapping[str, str]) -> None:
-    if _FORCE in environment and not is_on(environment):
-        raise UserError(
-            f"{_FORCE}={environment[_FORCE]} contradicts config.runtime.unified_memory=True; unset one of them"
-        )
-    allocator = environment.get(ALLOCATOR, "")
-    if allocator.lower() not in POOLED:
-        raise UserError(
-            f"{ALLOCATOR}={allocator} does not support unified memory; unset it for config.runtime.unified_memory"
-        )
 
 
 def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]) -> float | None:

@@ -114,7 +114,15 @@ class Link:
         self._is_closed = threading.Event()
         self.has_failed = False
         for connection in connections:
-            _keep_alive(connection.socket, heartbeat_seconds)
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            interval_seconds = max(1, int(heartbeat_seconds / (_KEEPALIVE_PROBES + 2)))
+            for name, value in (
+                ("TCP_KEEPIDLE", interval_seconds),
+                ("TCP_KEEPINTVL", interval_seconds),
+                ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+            ):
+                if hasattr(socket, name):  # macOS lacks the first
+                    connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             # a child would keep it open when this process ends
             os.register_at_fork(after_in_child=connection.close)
         self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
@@ -309,18 +317,3 @@ def _receive(connection: Connection) -> list[Message] | None:
         return connection.receive()
     except (OSError, ValueError):
         return None
-
-
-def _keep_alive(connected: socket.socket, heartbeat_seconds: float) -> None:
-    """Lets the operating system probe an idle connection, so that a machine that is down is
-    noticed.
-    """
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    interval_seconds = max(1, int(heartbeat_seconds / (_KEEPALIVE_PROBES + 2)))
-    for name, value in (
-        ("TCP_KEEPIDLE", interval_seconds),
-        ("TCP_KEEPINTVL", interval_seconds),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-    ):
-        if hasattr(socket, name):  # macOS lacks the first
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

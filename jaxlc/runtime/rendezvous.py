@@ -275,7 +275,12 @@ def join(config: RuntimeConfig, me: Member, say: Say) -> Connection:
         problem = "the connection was closed"
         with contextlib.ExitStack() as cleanup:
             try:
-                connection = _connect(address)
+                host, _, port = address.rpartition(":")
+                connection = Connection(
+                    socket.create_connection(
+                        (host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS
+                    )
+                )
                 cleanup.callback(connection.close)
                 connection.send(hello=me._asdict())
                 if _wait_for_go(connection, clock, target):
@@ -380,13 +385,6 @@ def _listen(address: str) -> socket.socket:
                     " the index 0; use a different port in config.runtime.coordinator_address"
                 ) from error
         time.sleep(_RETRY_SECONDS)
-
-
-def _connect(address: str) -> Connection:
-    host, _, port = address.rpartition(":")
-    return Connection(
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS)
-    )
 
 
 def _connection_problem(error: OSError) -> str:

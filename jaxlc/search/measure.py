@@ -4,11 +4,8 @@ the environment.
 The step is the same `TrainStep` that the training loop runs.
 """
 
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -117,28 +114,3 @@ def interleaved_seconds(calls: list[Callable[[], object]], repeats: int) -> list
             jax.block_until_ready(call())
             call_seconds.append(time.perf_counter() - start_seconds)
     return seconds
-
-
-def environment_info() -> dict[str, str | int]:
-    """Device kind, number of devices, versions, and git commit of the checkout."""
-    device = jax.devices()[0]
-    return dict(
-        device=f"{platform.machine()} {device.device_kind}"
-        if device.platform == "cpu"
-        else device.device_kind,
-        num_devices=jax.device_count(),
-        jax=jax.__version__,
-        python=platform.python_version(),
-        commit=_commit(),
-    )
-
-
-def _commit() -> str:
-    """The commit of the checkout that contains this file, with "+" after it if files were changed;
-    "" without one.
-    """
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # git is not installed
-        return ""

@@ -186,7 +186,17 @@ def recommend(
                     if candidate.estimate.fits(part, working_ratio=0.0):
                         pool.append(candidate)
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
-        raise UserError(_no_layout(config, gpus))
+        num_tokens, num_sequences, num_gpus = (
+            config.data.seq_len,
+            config.train.global_batch_size,
+            gpus.num_gpus,
+        )
+        raise UserError(
+            f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences"
+            f" of a step and the {config.model.attention.num_heads} query heads; use"
+            f" --config.train.global_batch_size={nearest_multiples(num_sequences, num_gpus)}, or"
+            f" --config.data.seq_len={nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
+        )
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
     search.run(compile_candidates, is_over, batch_size)
@@ -347,20 +357,6 @@ def _larger(gpus: Topology) -> Iterator[Topology]:
     while num_domains <= _MAX_DOMAINS:
         yield part_of(gpus, num_domains, size)
         num_domains *= 2
-
-
-def _no_layout(config: Config, gpus: Topology) -> str:
-    num_tokens, num_sequences, num_gpus = (
-        config.data.seq_len,
-        config.train.global_batch_size,
-        gpus.num_gpus,
-    )
-    return (
-        f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences of a"
-        f" step and the {config.model.attention.num_heads} query heads; use"
-        f" --config.train.global_batch_size={nearest_multiples(num_sequences, num_gpus)}, or"
-        f" --config.data.seq_len={nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
-    )
 
 
 def page(

@@ -220,11 +220,6 @@ class DocumentLayout:
         """See the docstring of the module."""
         return ring_cost(self.ring_work)
 
-    @property
-    def active_ring_steps(self) -> tuple[int, ...]:
-        """The ring steps that have work on any rank; the others can be skipped on all ranks."""
-        return tuple(np.flatnonzero(self.ring_work.any(axis=1)).tolist())
-
 
 def document_layout(
     lengths: np.ndarray,

@@ -366,11 +366,16 @@ class ParameterSharding:
         """The row of the table."""
         shape = " ".join(f"{name}={size}" for name, size in zip(self.dims, self.shape))
         reasons = "; ".join(self.unsharded)
+        sharded = [
+            f"{name}:{'+'.join(axes_of(entry))}"
+            for name, entry in zip(self.dims, self.spec)
+            if entry is not None
+        ]
         return (
             self.name,
             shape,
             self.dtype,
-            _spec_text(self.dims, self.spec),
+            (" ".join(sharded) or "-"),
             f"{self.bytes_per_device:,}",
             reasons,
         )
@@ -449,15 +454,6 @@ def num_entries(params) -> int:
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "shape"))
     return sum(math.prod(x.shape) for x in leaves)
-
-
-def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
-    sharded = [
-        f"{name}:{'+'.join(axes_of(entry))}"
-        for name, entry in zip(names, spec)
-        if entry is not None
-    ]
-    return " ".join(sharded) or "-"
 
 
 def _unsharded(

@@ -285,7 +285,18 @@ class LanguageModel:
         )
 
     def _step_for(self, num_tokens: int) -> TrainStep:
-        config = _for_sequences_of(self.config, num_tokens, self.mesh)
+        tile_tokens = self.config.memory.tile_tokens
+        if tile_tokens and num_tokens % (self.mesh.shape[CONTEXT] * tile_tokens):
+            tile_tokens = 0
+        config = dataclasses.replace(
+            self.config,
+            data=dataclasses.replace(self.config.data, seq_len=num_tokens),
+            attention=dataclasses.replace(
+                self.config.attention, document_mask=True, shared_prefixes=0
+            ),
+            posttrain=PosttrainConfig(),
+            memory=dataclasses.replace(self.config.memory, tile_tokens=tile_tokens),
+        )
         return dataclasses.replace(self._step, config=config)
 
     def _padded(self, tokens: Tokens, min_tokens: int = 1) -> _Padded:
@@ -365,22 +376,6 @@ def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
     num_units = -(-num_tokens // unit)
     granularity = max(1, 2 ** (num_units.bit_length() - 3))
     return unit * -(-num_units // granularity) * granularity
-
-
-def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
-    """`config` for sequences of `num_tokens`, each one document; tiles only if they divide the
-    sequence.
-    """
-    tile_tokens = config.memory.tile_tokens
-    if tile_tokens and num_tokens % (mesh.shape[CONTEXT] * tile_tokens):
-        tile_tokens = 0
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, seq_len=num_tokens),
-        attention=dataclasses.replace(config.attention, document_mask=True, shared_prefixes=0),
-        posttrain=PosttrainConfig(),
-        memory=dataclasses.replace(config.memory, tile_tokens=tile_tokens),
-    )
 
 
 def _global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -465,7 +465,13 @@ class Objective:
         context = LayerContext(
             run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
             ranges={kind: [x.prepare(tokens) for x in mixers] for kind, mixers in bound.items()},
-            shard=self._sharder(params.trainable),
+            shard=Sharder(
+                self.mesh,
+                nodes=self.nodes,
+                weights_on_host=is_on_host(params.trainable),
+                reduces_in_float32=self.config.precision.reduce == "fp32",
+                expert_kernel=self.config.runtime.expert_kernel,
+            ),
             remat=make_remat(self._memory, self.config.model.num_compiled_layers),
             compute_dtype=self._compute_dtype,
             routing=routing,
@@ -479,15 +485,6 @@ class Objective:
             context,
             fp8=precision.make_fp8(self.config.precision, params.histories),
             lora=self.config.lora,
-        )
-
-    def _sharder(self, params) -> Sharder:
-        return Sharder(
-            self.mesh,
-            nodes=self.nodes,
-            weights_on_host=is_on_host(params),
-            reduces_in_float32=self.config.precision.reduce == "fp32",
-            expert_kernel=self.config.runtime.expert_kernel,
         )
 
     @property

@@ -17,7 +17,7 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import is_layers
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
-from jaxlc.hlo.collectives import Collective, device_arrays, has_constant_offset, host_arguments
+from jaxlc.hlo.collectives import device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES, components, is_in_token_mixing
 from jaxlc.models.contract import ChoosesKernel
@@ -68,7 +68,14 @@ def place_in_memory(
     """
     kept = kept_argument_indices(lowered)
     module = lowered.compiler_ir("stablehlo")
-    (main,) = (operation for operation in module.body.operations if _is_main(operation))
+    (main,) = (
+        operation
+        for operation in module.body.operations
+        if (
+            "sym_name" in operation.attributes
+            and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
+        )
+    )
     with module.context:
         result_attributes = [
             _with_kind(attributes, kind)
@@ -90,13 +97,6 @@ def place_in_memory(
         main.attributes["res_attrs"] = ir.ArrayAttr.get(
             [ir.DictAttr.get(named) for named in result_attributes]
         )
-
-
-def _is_main(operation) -> bool:
-    return (
-        "sym_name" in operation.attributes
-        and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
-    )
 
 
 def _with_kind(attributes, kind: str | None) -> dict:
@@ -320,9 +320,16 @@ def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
     )
     # float32; an all-reduce sends twice.
     most_bytes = 2 * 4 * sum(jax.tree.leaves(without_copy)) + _SCALARS_BYTES
-    for collective in repeated_between_nodes(program, node_devices):
-        if collective.sent_bytes > most_bytes:
-            name = collective.transfer.start.op_name or collective.transfer.start.name
+    # Without those of attention, and without the gathers of router logits that XLA adds on CPU,
+    # where it does not partition top_k.
+    for collective in program.collectives:
+        op_name = collective.transfer.start.op_name
+        is_top_k = collective.kind == "all-gather" and "top_k" in components(op_name)
+        if collective.times <= 1 or is_top_k or is_in_token_mixing(op_name):
+            continue
+        groups = ({member // node_devices for member in group} for group in collective.groups)
+        if collective.sent_bytes > most_bytes and any(len(nodes) > 1 for nodes in groups):
+            name = op_name or collective.transfer.start.name
             raise UserError(
                 f"config.memory.node_copy_devices={node_devices}, but the compiled step sends"
                 f" {collective.sent_bytes:,} bytes between nodes {collective.times} times by the"
@@ -338,25 +345,6 @@ def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
         f"weights of nodes of {node_devices} devices: each device sends {gathered} to gather them, and {summed} of"
         " gradients, once per step"
     )
-
-
-def repeated_between_nodes(program: AnalyzedProgram, node_devices: int) -> list[Collective]:
-    """The collectives between nodes that run more than once per step, without those of attention,
-    and without the gathers of router logits that XLA adds on CPU, where it does not partition
-    top_k."""
-    return [
-        collective
-        for collective in program.collectives
-        if collective.times > 1
-        and any(
-            len({member // node_devices for member in group}) > 1 for group in collective.groups
-        )
-        and not is_in_token_mixing(collective.transfer.start.op_name)
-        and not (
-            collective.kind == "all-gather"
-            and "top_k" in components(collective.transfer.start.op_name)
-        )
-    ]
 
 
 def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:

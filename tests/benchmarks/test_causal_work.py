@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import causal_work
-from jaxlc.hlo import imbalance
+from benchmarks.causal_work import imbalance
 from jaxlc.sharding.document_layout import zigzag_order
 
 TOKENS = 48

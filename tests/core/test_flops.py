@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
+from benchmarks.causal_work import full_pairs
 from jaxlc.config import PRESETS, LoraConfig
-from jaxlc.config.flops import document_pairs, full_pairs, num_matmul_params, num_params, step_flops
+from jaxlc.config.flops import document_pairs, num_matmul_params, num_params, step_flops
 from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.schema import TrainConfig

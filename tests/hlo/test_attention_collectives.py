@@ -1,7 +1,8 @@
 import pytest
 
+from benchmarks.causal_work import flops_by_rank, imbalance
 from jaxlc.config import defaults, load
-from jaxlc.hlo import analyze, flops_by_rank, imbalance
+from jaxlc.hlo import analyze
 from jaxlc.hlo.parser import is_in_attention, label, pass_of
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import topology

@@ -11,12 +11,13 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
+from benchmarks.causal_work import imbalance
 from jaxlc.attention.contract import merge
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
-from jaxlc.hlo import imbalance, max_alive
+from jaxlc.hlo import max_alive
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES
 from jaxlc.simulate.topology import topology

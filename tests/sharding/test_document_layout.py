@@ -211,20 +211,24 @@ def test_document_order_of_padding_between_documents():
     np.testing.assert_array_equal(np.sort(document_order(np.zeros(16, int), 4)), np.arange(16))
 
 
+def active_ring_steps(layout):
+    return np.flatnonzero(layout.ring_work.any(axis=1)).tolist()
+
+
 def test_one_document_has_equal_pieces():
     layout = document_layout(np.array([64]), 64, 4, block_tokens=8)
     np.testing.assert_array_equal(layout.order[:16], [*range(8), *range(56, 64)])  # zigzag order
-    assert layout.active_ring_steps == (0, 1, 2, 3) and layout.num_shared_tokens == 16
+    assert active_ring_steps(layout) == [0, 1, 2, 3] and layout.num_shared_tokens == 16
     assert ring_cost(layout.ring_work) == layout.ring_cost < 1.1
 
 
 def test_short_documents_need_no_ring_step():
     layout = document_layout(np.full(32, 8), 256, 4)
     assert (
-        layout.active_ring_steps == (0,) and layout.num_shared_tokens == 0 and layout.ring_cost == 1
+        active_ring_steps(layout) == [0] and layout.num_shared_tokens == 0 and layout.ring_cost == 1
     )
     layout = document_layout(np.full(61, 13), 800, 4, block_tokens=16)
-    assert layout.active_ring_steps == (0, 1) and layout.num_shared_tokens < 26
+    assert active_ring_steps(layout) == [0, 1] and layout.num_shared_tokens < 26
 
 
 def test_all_padding_has_a_layout():

@@ -100,17 +100,6 @@ def sample_problems(config: Config) -> Iterator[str]:
         )
 
 
-def mixture_problems(data: DataConfig) -> Iterator[str]:
-    """Values of sources that are out of range or contradict each other, as messages."""
-    names = [source.name for source in data.mixture]
-    if names and all(source.share == 0 for source in data.mixture):
-        yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
-    for source in data.mixture:
-        yield from range_problems(f"data.mixture.{source.name}", source)
-        for problem in _source_problems(source, data.seq_len, names):
-            yield f"config.data.mixture.{source.name}.{problem}"
-
-
 def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> Iterator[str]:
     if not source.paths or "" in source.paths:
         others = [name for name in names if name != source.name]
@@ -181,7 +170,17 @@ _OF_SERVER = (
 
 def posttrain_problems(config: Config) -> Iterator[str]:
     """Reasons why `config` cannot train on traces as set."""
-    yield from _prefix_problems(config)
+    if config.attention.shared_prefixes and not config.attention.document_mask:
+        yield (
+            f"config.attention.shared_prefixes={config.attention.shared_prefixes} needs a document mask;"
+            " use --config.attention.document_mask=True"
+        )
+
+    if config.data.shared_tokens != "leaf" and config.attention.shared_prefixes < 2:
+        yield (
+            f"config.data.shared_tokens={config.data.shared_tokens!r} has no effect without tokens in the loss that"
+            " traces share; set --config.attention.shared_prefixes=2 or more"
+        )
     yield from _loss_problems(config)
     yield from _rollout_problems(config)
     data = config.data
@@ -193,20 +192,6 @@ def posttrain_problems(config: Config) -> Iterator[str]:
         yield (
             f"{used} is set together with config.data.sources, data.mixture or data.eval_sources; clear these, or clear"
             f" it with --{used}="
-        )
-
-
-def _prefix_problems(config: Config) -> Iterator[str]:
-    if config.attention.shared_prefixes and not config.attention.document_mask:
-        yield (
-            f"config.attention.shared_prefixes={config.attention.shared_prefixes} needs a document mask;"
-            " use --config.attention.document_mask=True"
-        )
-
-    if config.data.shared_tokens != "leaf" and config.attention.shared_prefixes < 2:
-        yield (
-            f"config.data.shared_tokens={config.data.shared_tokens!r} has no effect without tokens in the loss that"
-            " traces share; set --config.attention.shared_prefixes=2 or more"
         )
 
 
@@ -514,7 +499,13 @@ def _data_problems(config: Config) -> Iterator[str]:
             "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source, or"
             " clear them with --config.data.sources="
         )
-    yield from mixture_problems(config.data)
+    names = [source.name for source in config.data.mixture]
+    if names and all(source.share == 0 for source in config.data.mixture):
+        yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
+    for source in config.data.mixture:
+        yield from range_problems(f"data.mixture.{source.name}", source)
+        for problem in _source_problems(source, config.data.seq_len, names):
+            yield f"config.data.mixture.{source.name}.{problem}"
     yield from _stream_problems(config)
 
 

@@ -254,7 +254,18 @@ def precision_problems(config: Config) -> Iterator[str]:
         yield from projection_problems(
             config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES
         )
-    yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
+    setting = f"config.precision.bf16_layers={precision.bf16_layers}"
+    num_layers = config.model.num_layers
+    named = [layer + num_layers if layer < 0 else layer for layer in precision.bf16_layers]
+    if not all(0 <= layer < num_layers for layer in named):
+        yield f"{setting}: the model has {num_layers} layers; they are 0 to {num_layers - 1}, or -{num_layers} to -1"
+    elif len(named) != len({*named}):
+        yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; remove one"
+    elif len(named) == num_layers:
+        yield (
+            f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use"
+            " --config.precision.compute=bf16 --config.precision.bf16_layers="
+        )
     for compute, prefixes in _OF_COMPUTE.items():
         for name, value in vars(precision).items():
             is_unused = name.startswith(prefixes) and precision.compute != compute
@@ -330,17 +341,3 @@ def _quantized_problems(config: Config) -> Iterator[str]:
                 " --config.precision.frozen=bf16"
             )
             return
-
-
-def _layer_problems(bf16_layers: tuple[int, ...], num_layers: int) -> Iterator[str]:
-    setting = f"config.precision.bf16_layers={bf16_layers}"
-    named = [layer + num_layers if layer < 0 else layer for layer in bf16_layers]
-    if not all(0 <= layer < num_layers for layer in named):
-        yield f"{setting}: the model has {num_layers} layers; they are 0 to {num_layers - 1}, or -{num_layers} to -1"
-    elif len(named) != len({*named}):
-        yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; remove one"
-    elif len(named) == num_layers:
-        yield (
-            f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use"
-            " --config.precision.compute=bf16 --config.precision.bf16_layers="
-        )

@@ -62,23 +62,6 @@ def used_limits(evals: EvalsConfig, length: int) -> list[int]:
     return [limit for limit in evals.context_limits if limit + num_last_tokens(length) < length]
 
 
-def gate_names(config: Config) -> list[str]:
-    """The scores of config.evals that a gate of a stage may name, as TASK@LENGTH: all but losses."""
-    evals, names = config.evals, list[str]()
-    for length in lengths_in_training(config):
-        tasks = [
-            name
-            for task in evals.tasks
-            for name in (RULER_TASKS if task == RULER else (task,))
-            if name != LOSS
-        ]
-        gains = [
-            f"context_gain_{limit}" for limit in used_limits(evals, length) if LOSS in evals.tasks
-        ]
-        names += [f"{name}@{length}" for name in (*tasks, *gains)]
-    return names
-
-
 def parse_min_scores(items: Sequence[str], path: str) -> dict[str, float]:
     """The limits of a gate: "needle@4096=80" is {"needle@4096": 80.0}.
 
@@ -190,7 +173,20 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
                 f"unsupported: the stages {stages[0].name} and {stage.name} have another optimizer.name, which changes"
                 " the state of the optimizer; use one in all stages"
             )
-        names = gate_names(stage.config)
+        evals, names = stage.config.evals, list[str]()
+        for length in lengths_in_training(stage.config):
+            tasks = [
+                name
+                for task in evals.tasks
+                for name in (RULER_TASKS if task == RULER else (task,))
+                if name != LOSS
+            ]
+            gains = [
+                f"context_gain_{limit}"
+                for limit in used_limits(evals, length)
+                if LOSS in evals.tasks
+            ]
+            names += [f"{name}@{length}" for name in (*tasks, *gains)]
         for name in parse_min_scores(stage.min_scores, "min_scores"):
             if name not in names:
                 known = did_you_mean(name, names) if names else "no evals.tasks"

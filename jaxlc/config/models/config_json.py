@@ -342,7 +342,15 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if is_own_format(config):
         return own_settings(config, where)
     family = _family_of(config, where)
-    config = _by_names_of(family, typed_fields(with_floats(config), where), where)
+    config = typed_fields(with_floats(config), where)
+    for alias, name in family.field_aliases.items():
+        value, named = config.pop(alias, None), config.get(name)
+        if None not in (value, named) and value != named:
+            raise UserError(
+                f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one"
+            )
+        if value is not None:
+            config[name] = value
     layers = config.get("layer_types") or config.get("hybrid_override_pattern")
     if layers and config.get("num_hidden_layers") is None:  # transformers 5 does not write it
         config["num_hidden_layers"] = len(layers)
@@ -505,24 +513,6 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
             f" {family.architecture or f'a model of type {family.multimodal_type}'} is supported"
         )
     return family
-
-
-def _by_names_of(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`config` with the names of `family.fields` in place of their aliases.
-
-    Raises:
-      UserError: both are there, with different values.
-    """
-    renamed = dict(config)
-    for alias, name in family.field_aliases.items():
-        value, named = renamed.pop(alias, None), renamed.get(name)
-        if None not in (value, named) and value != named:
-            raise UserError(
-                f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one"
-            )
-        if value is not None:
-            renamed[name] = value
-    return renamed
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:

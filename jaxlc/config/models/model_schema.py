@@ -466,7 +466,14 @@ def attention_factor(model: ModelConfig) -> float:
 
 def rope_problems(model: ModelConfig) -> Iterator[str]:
     """Contradictions among the RoPE settings."""
-    yield from _fraction_problems(model)
+    rotated = round(model.attention.head_dim * model.rope.fraction, 6)  # fractions such as 64 / 192
+    # their base has the exponent d / (d - 2)
+    smallest = 4 if model.rope.scaling in ("ntk", "dynamic_ntk") else 2
+    if rotated % 2 or rotated < smallest:
+        yield (
+            f"config.model.rope.fraction={model.rope.fraction} of head_dim={model.attention.head_dim} gives {rotated:g}"
+            f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope.fraction"
+        )
     yield from _unused_parameters(model)
     scaling, factor = model.rope.scaling, model.rope.factor
     is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope.query_beta
@@ -513,18 +520,18 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             f" rope.beta_fast={model.rope.beta_fast}"
         )
     if scaling == "longrope":
-        yield from _longrope_problems(model)
-
-
-def _fraction_problems(model: ModelConfig) -> Iterator[str]:
-    rotated = round(model.attention.head_dim * model.rope.fraction, 6)  # fractions such as 64 / 192
-    # their base has the exponent d / (d - 2)
-    smallest = 4 if model.rope.scaling in ("ntk", "dynamic_ntk") else 2
-    if rotated % 2 or rotated < smallest:
-        yield (
-            f"config.model.rope.fraction={model.rope.fraction} of head_dim={model.attention.head_dim} gives {rotated:g}"
-            f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope.fraction"
-        )
+        num_frequencies = model.rotated_dim // 2
+        for setting, factors in (
+            ("short_factors", model.rope.short_factors),
+            ("long_factors", model.rope.long_factors),
+        ):
+            if len(factors) != num_frequencies:
+                yield (
+                    f"config.model.rope.{setting} has {len(factors)} numbers, and rope.scaling='longrope' needs"
+                    f" {num_frequencies}, one for each frequency: head_dim x rope.fraction / 2"
+                )
+            if any(factor <= 0 for factor in factors):
+                yield f"config.model.rope.{setting} contains {min(factors)}; its numbers must be greater than 0"
 
 
 def _unused_parameters(model: ModelConfig) -> Iterator[str]:
@@ -537,18 +544,3 @@ def _unused_parameters(model: ModelConfig) -> Iterator[str]:
             f"config.model.rope.{name}={value} has no effect with config.model.rope.scaling={model.rope.scaling!r}; use"
             f" --config.model.rope.scaling={' or '.join(users)} with it, or set it to {default}"
         )
-
-
-def _longrope_problems(model: ModelConfig) -> Iterator[str]:
-    num_frequencies = model.rotated_dim // 2
-    for name, factors in (
-        ("short_factors", model.rope.short_factors),
-        ("long_factors", model.rope.long_factors),
-    ):
-        if len(factors) != num_frequencies:
-            yield (
-                f"config.model.rope.{name} has {len(factors)} numbers, and rope.scaling='longrope' needs"
-                f" {num_frequencies}, one for each frequency: head_dim x rope.fraction / 2"
-            )
-        if any(factor <= 0 for factor in factors):
-            yield f"config.model.rope.{name} contains {min(factors)}; its numbers must be greater than 0"

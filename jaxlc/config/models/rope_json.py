@@ -242,7 +242,16 @@ def _one_rope(
     names = _names_of(rope_type)
     values = _values(names, parameters, rope_type, config)
     if rope_type == "yarn":
-        _replace_mscale(parameters, values)
+        # DeepSeek's two factors become the attention factor that they give; one without the other
+        # has no effect.
+        mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop(_QUERY_MSCALE, None)
+        if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
+            log_factor = math.log(
+                abs(values["factor"])
+            )  # the check of settings refuses one below 1
+            values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
+                0.1 * mscale_all_dim * log_factor + 1
+            )
         if _QUERY_MSCALE not in family.defaults:
             values[_QUERY_MSCALE] = None
     for name, parameter in names.items():
@@ -309,18 +318,6 @@ def _values(
 def _converted(parameter: str, value: Any) -> Any:
     default = DEFAULTS[f"rope.{parameter}"]
     return tuple(map(float, value)) if isinstance(default, tuple) else type(default)(value)
-
-
-def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Replaces DeepSeek's two factors by the attention factor that they give; one without the other
-    has no effect.
-    """
-    mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop(_QUERY_MSCALE, None)
-    if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
-        log_factor = math.log(abs(values["factor"]))  # the check of settings refuses one below 1
-        values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
-            0.1 * mscale_all_dim * log_factor + 1
-        )
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:

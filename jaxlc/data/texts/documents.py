@@ -198,7 +198,12 @@ def _chat(messages: "_Messages", values: Mapping[str, Any]) -> Chat:
             )
     checked = [_checked(message, path) for path, message in messages.items()]
     masked = frozenset(number for number, (_, has_loss) in enumerate(checked) if not has_loss)
-    return Chat([message for message, _ in checked], _tools(values), masked)
+    tools = _parsed(values.get("tools") or None)
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise BadRecord("the field 'tools' is not a list of JSON objects")
+    return Chat([message for message, _ in checked], tools or None, masked)
 
 
 # Path of a message in the record, for errors -> the message.
@@ -345,16 +350,6 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         outer = call if function is not call else {"type": "function"}
         checked.append({**outer, "function": {**function, "arguments": arguments}})
     return checked
-
-
-def _tools(values: Mapping[str, Any]) -> list[Any] | None:
-    """The field `tools`; None if it is missing or empty."""
-    tools = _parsed(values.get("tools") or None)
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise BadRecord("the field 'tools' is not a list of JSON objects")
-    return tools or None
 
 
 def _parsed(value: Any) -> Any:

@@ -292,20 +292,16 @@ def tokenized_pieces(
         batches = _batches(_pieces(files, fields, encoder, log))
         tokenized = (executor.submit(_tokenized, batch, encoder) for batch in batches)
         for current, _following in itertools.pairwise(itertools.chain(tokenized, [None])):
-            yield from _with_answers(current.result(), encoder)
-
-
-def _with_answers(
-    tokenized: Iterable[TokenizedPiece], encoder: Encoder
-) -> Iterator[TokenizedPiece]:
-    """All pieces but chats of which no token has a loss, which are bad records."""
-    for item in tokenized:
-        if item.answers is None or len(item.answers):
-            yield item
-        else:
-            encoder.notes.skip(
-                BadRecord(f"{item.piece.content.where}: the tokenizer gives no token for an answer")
-            )
+            # Chats of which no token has a loss are bad records.
+            for item in current.result():
+                if item.answers is None or len(item.answers):
+                    yield item
+                else:
+                    encoder.notes.skip(
+                        BadRecord(
+                            f"{item.piece.content.where}: the tokenizer gives no token for an answer"
+                        )
+                    )
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:

@@ -379,15 +379,13 @@ def sharded_pieces(
                     progress(sum(done_bytes), total_bytes)
             store = read_store(paths[number], encoder.tokenizer)
             assert store is not None, f"{paths[number].index} was just written"
-            _add_notes(store, encoder.notes)
+            if store.notes.listed_in is not None:
+                for line in store.notes.listed_in.read_text(errors="replace").split("\n")[:-1]:
+                    encoder.notes.skip(BadRecord(line))
+            encoder.notes.update(
+                {note: count for note, count in store.notes.counts.items() if note != BAD_RECORDS}
+            )
             yield from _stored_pieces(store)
-
-
-def _add_notes(store: TokenStore, notes: Notes) -> None:
-    if store.notes.listed_in is not None:
-        for line in store.notes.listed_in.read_text(errors="replace").split("\n")[:-1]:
-            notes.skip(BadRecord(line))
-    notes.update({note: count for note, count in store.notes.counts.items() if note != BAD_RECORDS})
 
 
 def _stored_pieces(store: TokenStore) -> Iterator[TokenizedPiece]:
@@ -470,7 +468,11 @@ def open_store(
             ):
                 # no other process has written it meanwhile
                 if read_store(paths, tokenizer) is None:
-                    _delete_leftovers(directory, key)
+                    # Of processes that were killed.
+                    for path in directory.glob(f"{key}.*.*.*.tmp"):
+                        with suppress(FileNotFoundError):
+                            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                                path.unlink()
                     _tokenize(paths, files, fields, encoder, config, progress, log)
         store = read_store(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
@@ -516,11 +518,3 @@ def _tokenize(
             progress(min(num_bytes, total_bytes), total_bytes)
     progress(total_bytes, total_bytes)
     shutil.rmtree(paths.shards, ignore_errors=True)
-
-
-def _delete_leftovers(directory: Path, key: str) -> None:
-    """Deletes the temporary files of processes that were killed."""
-    for path in directory.glob(f"{key}.*.*.*.tmp"):
-        with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
-                path.unlink()

@@ -338,7 +338,9 @@ class HuggingFaceTokenizer:
         self.no_pieces_reason = (
             "" if self._cuts else "is not known to give the same tokens for text in pieces"
         )
-        usual = self._usual_end_token(path)
+        special, named = self._special_tokens(), named_tokens(read_tokenizer_config(path.parent))
+        usual = (token for token in _END_OF_DOCUMENT if token in special)
+        usual = next(usual, named.get("eos_token", ""))
         self.end_of_document_id = self._end_token_id(end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         if end_token not in ("", usual) or parse_special_tokens:
@@ -410,12 +412,6 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=not special_tokens
         )
-
-    def _usual_end_token(self, path: Path) -> str:
-        """The end-of-document token of this tokenizer, or "" if it has none."""
-        special, named = self._special_tokens(), named_tokens(read_tokenizer_config(path.parent))
-        usual = (token for token in _END_OF_DOCUMENT if token in special)
-        return next(usual, named.get("eos_token", ""))
 
     def _end_token_id(self, token: str) -> int:
         if not token:

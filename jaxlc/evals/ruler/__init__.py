@@ -143,7 +143,13 @@ def needles(
 
     template, prefix = texts
     if num_queries * settings["num_needle_v"] == 1:
-        template, prefix = (_singular(text) for text in texts)
+        template, prefix = (
+            text.replace("Some", "A")
+            .replace("are all", "is")
+            .replace("are", "is")
+            .replace("answers", "answer")
+            for text in texts
+        )
         value_kind = value_kind[:-1]
     names = [keys[i] for i in chosen]
     query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
@@ -153,15 +159,6 @@ def needles(
         answer_prefix=prefix.format(type_needle_v=value_kind, query=query),
         references=answers,
         depth=context.index(answers[0]) / len(context),
-    )
-
-
-def _singular(text: str) -> str:
-    return (
-        text.replace("Some", "A")
-        .replace("are all", "is")
-        .replace("are", "is")
-        .replace("answers", "answer")
     )
 
 
