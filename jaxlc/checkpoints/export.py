@@ -87,7 +87,17 @@ def write_text_files(
     Raises:
       UserError: the tokenizer or the chat template of the run cannot be read.
     """
-    _copy(config, source, target)
+    # Copies the tokenizer of the run, with its chat template, and the generation settings of its
+    # model.
+    base = None if source is None else source.directory
+    directory = _tokenizer_directory(config, base)
+    for name in TEXT_FILES:
+        origin = base if name == GENERATION_FILE else directory
+        if origin is not None and (origin / name).is_file():
+            copy_file(origin, name, target)
+    # turns off the fallback of transformers to config.json
+    if _read(target / GENERATION_FILE) == {}:
+        (target / GENERATION_FILE).unlink(missing_ok=True)
     changes: dict[str, Any] = {}
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
     tokenizer = (
@@ -112,21 +122,6 @@ def write_text_files(
         _write(target / GENERATION_FILE, settings | dict(eos_token_id=stop_ids))
     _write_tokenizer_settings(target, changes, longest)
     return dict(eos_token_id=stop_ids if len(stop_ids) > 1 else stop_ids[0]) if stop_ids else {}
-
-
-def _copy(config: Config, source: Pretrained | None, target: Path) -> None:
-    """Copies the tokenizer of the run, with its chat template, and the generation settings of its
-    model.
-    """
-    base = None if source is None else source.directory
-    directory = _tokenizer_directory(config, base)
-    for name in TEXT_FILES:
-        origin = base if name == GENERATION_FILE else directory
-        if origin is not None and (origin / name).is_file():
-            copy_file(origin, name, target)
-    # turns off the fallback of transformers to config.json
-    if _read(target / GENERATION_FILE) == {}:
-        (target / GENERATION_FILE).unlink(missing_ok=True)
 
 
 def _tokenizer_directory(config: Config, base: Path | None) -> Path | None:

@@ -163,7 +163,12 @@ def estimate(
     """
     num_documents = (weight > 0).sum(0)
     low, high = np.full((2, loss.shape[1]), np.nan)
-    resampled = _resampled_ratios(loss, weight, num_resamples)
+    # Ratios of resamples, float64 [resamples, means]; NaN where a resample has no weight.
+    ratios = [np.empty((0, loss.shape[1]))]
+    for counts in _resampled_counts(len(loss), num_resamples):
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratios.append((counts @ loss) / (counts @ weight))
+    resampled = np.concatenate(ratios)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = loss.sum(0) / weight.sum(0)
         effective = weight.sum(0) ** 2 / (weight**2).sum(0)
@@ -174,15 +179,6 @@ def estimate(
         # NaN: resamples without weight
         low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])
     return Estimates(mean, low, high, num_documents)
-
-
-def _resampled_ratios(loss: np.ndarray, weight: np.ndarray, num_resamples: int) -> np.ndarray:
-    """Ratios of resamples, float64 [resamples, means]; NaN where a resample has no weight."""
-    ratios = [np.empty((0, loss.shape[1]))]
-    for counts in _resampled_counts(len(loss), num_resamples):
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios.append((counts @ loss) / (counts @ weight))
-    return np.concatenate(ratios)
 
 
 def _resampled_counts(num_documents: int, num_resamples: int) -> Iterator[np.ndarray]:

@@ -189,7 +189,14 @@ class EventClasses:
         if event.instruction.partition(".")[0] in _CONTROL_FLOW and _is_range(event):
             return None
         if MOSAIC in event.name:
-            return self._class_of_mosaic(event)
+            # Products of experts, or attention; where both are Mosaic kernels, JAX names those of
+            # experts "body".
+            has_experts, has_attention = self._mosaic_uses
+            if EXPERTS in components(event.op_name) or has_experts > has_attention:
+                return MATMUL
+            if is_in_attention(event.op_name) or has_attention > has_experts:
+                return ATTENTION
+            return MATMUL if event.name.startswith("body") else ATTENTION
         if is_in_attention(event.op_name) and re.search(
             r"pallas_call|dot_general|fmha", event.op_name
         ):
@@ -209,17 +216,6 @@ class EventClasses:
         if known and (_is_range(event) or self._locations[known][1].opcode != "call"):
             return known
         return self._by_kernel_name.get(event.name)
-
-    def _class_of_mosaic(self, event: TraceEvent) -> str:
-        """Products of experts, or attention; where both are Mosaic kernels, JAX names those of
-        experts "body".
-        """
-        has_experts, has_attention = self._mosaic_uses
-        if EXPERTS in components(event.op_name) or has_experts > has_attention:
-            return MATMUL
-        if is_in_attention(event.op_name) or has_attention > has_experts:
-            return ATTENTION
-        return MATMUL if event.name.startswith("body") else ATTENTION
 
     @cached_property
     def _mosaic_uses(self) -> tuple[bool, bool]:

@@ -102,7 +102,12 @@ class StepProfiler:
         if self._first_traced is not None:  # the run ended among the traced steps
             self._stop(None)
         if isinstance(error, jax.errors.JaxRuntimeError) and _OUT_OF_MEMORY in str(error):
-            self._save_memory_profile()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"memory-{jax.process_index()}.prof"
+            jax.profiler.save_device_memory_profile(path)
+            self._log(
+                f"the device memory is exhausted; its allocations are in {path}, which `go tool pprof` and XProf read"
+            )
 
     @property
     def _trace_directory(self) -> Path:
@@ -149,14 +154,6 @@ class StepProfiler:
         devices = dict(device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count())
         about = dict(config=to_dict(self._config), **devices, **more)
         (self._trace_directory / RUN_FILE).write_text(json.dumps(about, indent=1) + "\n")
-
-    def _save_memory_profile(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"memory-{jax.process_index()}.prof"
-        jax.profiler.save_device_memory_profile(path)
-        self._log(
-            f"the device memory is exhausted; its allocations are in {path}, which `go tool pprof` and XProf read"
-        )
 
 
 def _cuda_runtime() -> ctypes.CDLL:

@@ -2,7 +2,7 @@
 computation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,8 +122,7 @@ class AttentionKind(Mixer, HasRope):
             attention_out=sizes.num_heads * sizes.head_dim,
             attention_projected=layer.model_dim,
         )
-        lse = dict(attention_lse=4.0 * sizes.num_heads)  # float32
-        return {name: float(itemsize * number) for name, number in values.items()} | lse
+        return saved_with_lse(values, itemsize, sizes.num_heads)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         prefix = heads_path(path)
@@ -174,6 +173,12 @@ class AttentionKind(Mixer, HasRope):
                 f" config.{path} per tensor rank to split over {ranks} Ulysses ranks; use strategy ring, or hybrid with"
                 " a config.attention.ulysses_degree that divides them"
             )
+
+
+def saved_with_lse(entries: Mapping[str, int], itemsize: int, num_heads: int) -> dict[str, float]:
+    """Bytes per token of saved activations with these numbers of entries, and of attention's lse."""
+    lse = dict(attention_lse=4.0 * num_heads)  # float32
+    return {name: float(itemsize * number) for name, number in entries.items()} | lse
 
 
 def num_head_ranks(config: RunConfig) -> int:

@@ -7,7 +7,12 @@ DeepSeek-V2 (arXiv:2405.04434), section 2.1. Tensors: transformers, models/deeps
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.attention import AttentionSettings, heads_path, num_head_ranks
+from jaxlc.config.kinds.attention import (
+    AttentionSettings,
+    heads_path,
+    num_head_ranks,
+    saved_with_lse,
+)
 from jaxlc.config.kinds.contract import (
     HasLimits,
     HasOwnSettings,
@@ -132,8 +137,7 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         )
         if sends_latents(config):
             del values["key"], values["value"]
-        lse = dict(attention_lse=4.0 * sizes.num_heads)  # float32
-        return {name: float(itemsize * number) for name, number in values.items()} | lse
+        return saved_with_lse(values, itemsize, sizes.num_heads)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         prefix = heads_path(path)

@@ -166,7 +166,12 @@ class Encoder:
         for text, (ids, offsets) in zip(
             texts, self.tokenizer.encode_with_offsets(plain, special_tokens)
         ):
-            spans = _token_spans(offsets, text.answers)
+            # The spans of tokens that contain a character of each span of characters.
+            spans = np.array(text.answers, np.int64).reshape(-1, 2)
+            begins = np.searchsorted(offsets[:, 1], spans[:, 0], side="right")
+            ends = np.searchsorted(offsets[:, 0], spans[:, 1], side="left")
+            begins[1:] = np.maximum(begins[1:], ends[:-1])  # a token belongs to one answer
+            spans = np.stack([begins, ends], axis=1)[begins < ends]
             if any(
                 offsets[begin, 0] < start for (begin, _), (start, _) in zip(spans, text.answers)
             ):
@@ -233,19 +238,6 @@ class Encoder:
             for message in chat.messages
         ):
             self.notes.add(_SPECIAL_IN_CHAT, rendered.where)
-
-
-def _token_spans(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The spans of tokens that contain a character of each span of characters.
-
-    Args:
-      offsets: int [tokens, 2], begin and end of each token in the text, increasing.
-    """
-    spans = np.array(answers, np.int64).reshape(-1, 2)
-    begins = np.searchsorted(offsets[:, 1], spans[:, 0], side="right")
-    ends = np.searchsorted(offsets[:, 0], spans[:, 1], side="left")
-    begins[1:] = np.maximum(begins[1:], ends[:-1])  # a token belongs to one answer
-    return np.stack([begins, ends], axis=1)[begins < ends]
 
 
 Log = Callable[[str], None]  # prints one line
