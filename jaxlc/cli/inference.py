@@ -131,7 +131,7 @@ class ChatFlags(SamplingFlags):
 def _chat(command: ParsedCommand[ChatFlags]) -> int:
     flags = command.flags
     _start_simulated(flags)
-    from jaxlc.generation.chat import ChatSession
+    from jaxlc.generation.generate_text import ChatSession
     from jaxlc.generation.sampling import Sampling
 
     session = ChatSession(

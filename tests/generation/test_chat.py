@@ -9,7 +9,7 @@ import pytest
 from jaxlc.cli.inference import chat_main
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.generation.chat import ChatSession, Conversation
+from jaxlc.generation.generate_text import ChatSession, Conversation
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.sampling import Sampling, choose_tokens, penalized
 from tests.step.synthetic import HYBRID, small_config, small_step
