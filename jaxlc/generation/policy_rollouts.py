@@ -114,7 +114,8 @@ class PolicyRollouts:
         self._generator.set_params(params)
         try:
             while len(batch := _shared(rounds.next() if result else [])):
-                rounds.answer(self._generate(batch, num_agents, step, attempt))
+                turns = self._generate(batch, num_agents, step, attempt)
+                rounds.answer(turns if result else [])
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
 
