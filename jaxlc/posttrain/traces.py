@@ -119,7 +119,7 @@ class Traces(DataSource):
         ]
         return [
             f"traces     {self.description}",
-            f"loss       {num_in_loss:,} of {num_tokens:,} tokens ({num_in_loss / num_tokens:.1%})",
+            f"loss       {num_in_loss:,} of {num_tokens:,} tokens ({num_in_loss / max(1, num_tokens):.1%})",
             f"prefixes   {len(shared):,} shared ones of {sum(shared):,} tokens",
             "means      " + ", ".join(f"{name} {x:.4g}" for name, x in self.rewards.items()),
         ]
@@ -178,7 +178,7 @@ def open_traces(
     trained = [trace for trace in read if trace is not None]
     traces = list(_fitting(trained, data, warnings))
     num_read = len(traces)
-    if step is not None and config.rollouts.max_policy_age >= 0:
+    if step is not None:
         traces = _recent(traces, step, config.rollouts.max_policy_age)
     _check_log_probs(traces, dtypes, posttrain)
     if posttrain.is_labeled:
@@ -488,11 +488,19 @@ def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], 
 
 
 def _recent(traces: Sequence[Trace], step: int, limit: int) -> list[Trace]:
-    """The traces of at most the age `limit`.
+    """The traces of at most the age `limit`; -1: of any age.
 
     Raises:
-      UserError: there are none.
+      UserError: there are none, or a trace is of weights that do not exist before the step.
     """
+    for trace in traces:
+        if (trace.policy_step or 0) >= step:
+            raise UserError(
+                f"{trace.where}: policy_step is {trace.policy_step}, and rollouts of step {step} are by the weights"
+                f" after step {step - 1} or an earlier one; record the step of the weights that made them"
+            )
+    if limit < 0:
+        return list(traces)
     recent = [trace for trace in traces if _age(trace, step) <= limit]
     if not recent and traces:
         raise UserError(

@@ -323,9 +323,11 @@ def test_old_traces_of_rollouts_are_counted_and_left_out(tmp_path):
     assert {name: traces.rewards[name] for name in names} == names
     empty = opened(tmp_path, records[:1], step=10, **sections)[0]
     assert empty.train.num_sequences == 0 and empty.rewards["no_advantage_groups"] == 1
+    assert empty.details()[1] == "loss       0 of 0 tokens (0.0%)"
     for rows, step, message in (
         (records, 20, "max_policy_age=2"),
         ([answer([6], reward=1.0)], 10, "no policy_step"),
+        (records, 9, ":1: policy_step is 9, and rollouts of step 9 are by the weights"),
     ):
         with pytest.raises(UserError, match=message):
             opened(tmp_path, rows, step=step, **sections)
