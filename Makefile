@@ -7,9 +7,11 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests start hundreds of processes; compiling the modules of jaxlc takes each of them a CPU second.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks docs reference test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks docs reference test test-heavy test-sample test-full test-transformers test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -34,16 +36,17 @@ reference: $(READY)  ## write the generated parts of docs/: settings, plan field
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy and not full" $(ARGS)
 
-test-all: test test-rest test-full test-transformers  ## run everything, also what .ci/run samples
+test-all: test-sample test-jax0.12 smoke-jax0.11 test-full test-transformers  ## run everything, also what .ci/run samples
 
-test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run the heavy tests and the other JAX versions
+test-sample: $(READY) $(VENV)/.ready-plan  ## run the tests of .ci/run: `make test` and the heavy tests, in one session
+	$(VENV)/bin/python $(PYTEST) -m "not full" $(ARGS)
 
 test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests of more than about 20 CPU seconds
 	$(VENV)/bin/python $(PYTEST) -m "heavy and not full" $(ARGS)
 
-test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a sample, on two JAX versions
+test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a sample, and the heavy ones on JAX 0.12
 	$(VENV)/bin/python $(PYTEST) -m full $(ARGS)
-	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and full",-plan)
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and (heavy or full)",-plan)
 
 test-transformers: $(READY) .venv-transformers/.ready  ## compare with transformers, in an environment of its own
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \

@@ -23,7 +23,7 @@ os.environ.update(CACHE)
 gc.disable()
 
 
-# The modules with the longest tests run first, so that all workers end at about the same time.
+# Heavy tests and the modules with the longest others run first, so that all workers end at about the same time.
 FIRST = {
     "test_notebooks.py",
     "test_first_contact.py",
@@ -37,7 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests, and skips those with the marker `gpu_compiler` if the compiler is not
     installed.
     """
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("heavy") is None,
+            item.path.name not in FIRST,
+        )
+    )
     if importlib.util.find_spec("jax_plugins") is None:
         for item in items:
             if item.get_closest_marker("gpu_compiler"):

@@ -14,7 +14,7 @@ from tests.environment import FAST_COMPILATION
 from tests.helpers import TIMEOUT_SECONDS
 from tests.train import runs
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.heavy, pytest.mark.jax_version]
 
 PROGRAM = """
 import sys

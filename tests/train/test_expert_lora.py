@@ -35,14 +35,15 @@ SCALE = 1.5
 E, D, F, R = 8, 32, 28, 4
 MODELS = {
     "qwen": EXPERTS | dict(expert_ffn_dim=F),
-    "shared": EXPERTS | SHARED | DENSE_BETWEEN,
+    "shared": EXPERTS | SHARED,
+    "dense": EXPERTS | SHARED | DENSE_BETWEEN,
     "gpt_oss": EXPERTS | GPT_OSS,
 }
 
 
 def _step(model: str, lora=LORA, **sections):
     precision = dict(compute="fp32", frozen="fp32")
-    if model == "shared" and lora is LORA:
+    if model in ("shared", "dense") and lora is LORA:
         lora = LORA | dict(projections=(*LORA["projections"], *MLP_PROJECTIONS))
     sections = dict(train=LOSSES) | sections
     return small_step(small_config(model=MODELS[model], lora=lora, precision=precision, **sections))
@@ -82,7 +83,7 @@ def _reference(model: str):
         "*/expert_gate",
         "*/expert_up",
         "*/expert_down",
-        *(["*/mlp/*w_*"] if model == "shared" else []),
+        *(["*/mlp/*w_*"] if model in ("shared", "dense") else []),
     )
     step = _step(model, LORA | dict(projections=("query",)), train=LOSSES | dict(trainable=trained))
     gradients, loss, text = _results(step, nested(dense))
@@ -113,7 +114,12 @@ def _assert_equal(results, model: str) -> None:
 
 
 CASES = {
-    "shared expert and dense layers": ("shared", dict(tensor=2), {}),
+    "shared expert and dense layers": ("dense", dict(tensor=2), {}),
+    "shared expert and dense layers in tiles": (
+        "dense",
+        dict(context=2, tensor=2),
+        dict(tile_tokens=24, remat="full"),
+    ),
     "shared expert in tiles": (
         "shared",
         dict(context=2, tensor=2),
@@ -121,7 +127,7 @@ CASES = {
     ),
     "tiles": ("qwen", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
     "context and tensor": ("qwen", dict(context=2, tensor=2), {}),
-    "all axes": ("shared", dict(fsdp=2, context=2, tensor=2), dict(layers_per_remat_group=2)),
+    "all axes": ("dense", dict(fsdp=2, context=2, tensor=2), dict(layers_per_remat_group=2)),
     "copies of nodes": ("qwen", dict(fsdp=2, context=2, tensor=2), dict(node_copy_devices=4)),
     "biases": ("gpt_oss", dict(context=2, tensor=2), dict(remat="none")),
     "biases in tiles": (
@@ -169,7 +175,7 @@ def test_new_expert_adapters_do_not_change_the_loss():
 
 
 def test_number_of_adapter_entries_counts_all_experts():
-    step = _step("shared")
+    step = _step("dense")
     params = dict(paths_of(step.abstract_state.params))
     assert sum(x.size for path, x in params.items() if is_adapter(path)) == num_adapter_params(
         step.config.model, step.config.lora

@@ -168,7 +168,7 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
     assert len({row["loss"] for row in whole if "loss" in row}) == 4
 
 
-@pytest.mark.jax_version  # from JAX 0.11 on, the weights are in host memory on CPU, too
+@pytest.mark.heavy  # tests/step/test_reference_model.py has the host memory of JAX 0.12
 @pytest.mark.parametrize("loss", ["grpo", pytest.param("dpo", marks=pytest.mark.full)])
 def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
     """The reference has other weights than the policy, whose seed is another."""
