@@ -34,7 +34,7 @@ from jaxlc.config.models.pretrained import (
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed, local_path
-from jaxlc.hf.adapters import read_adapters
+from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
 from jaxlc.hf.load import ROUNDED, VOCAB, left_out, load_params, open_files, paths_of
 from jaxlc.models import lora
@@ -105,7 +105,7 @@ def load_pretrained(
     if adapter_names:
         if step.config.lora.init_from and not initial_adapters:
             adapters = _adapters_of(step)
-            line += f"; adapters {step.config.lora.init_from}"
+            line += f"; adapters {step.config.lora.init_from}{base_note(step.config)}"
         else:
             adapters = step.init_params(adapter_names)
         params = lora.join(params, adapters)

@@ -259,6 +259,19 @@ def adapter_settings(config: Config) -> dict[str, Any]:
     )
 
 
+def base_note(config: Config) -> str:
+    """Text if the adapters in config.lora.init_from name another base than config.model.init_from.
+
+    Shapes cannot tell, for instance, a model from its chat version. Directories may have moved, so
+    only the last parts of names are compared.
+    """
+    content = read_json(local_path(config.lora.init_from) / ADAPTER_FILE, "lora.init_from")
+    base, model = content.get("base_model_name_or_path"), config.model.init_from
+    if not base or Path(base).name == Path(model).name:
+        return ""
+    return f", which were trained on {base}: check that its weights are those of {model}"
+
+
 def _modules_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
     """The names of the modules with adapters of these projections, in the first layer that has
     them, and of the parameters of experts."""

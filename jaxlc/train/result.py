@@ -3,6 +3,7 @@ from its workdir.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -33,7 +34,7 @@ from jaxlc.core.files import displayed, local_path
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.user_batches import CALLER_BATCHES
 from jaxlc.data.tokens.tokenizers import tokenizer_of
-from jaxlc.hf.adapters import adapter_settings
+from jaxlc.hf.adapters import adapter_settings, base_note
 from jaxlc.runtime.start import start
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
@@ -214,6 +215,8 @@ def _load_huggingface(
         config = with_settings(config, {"lora.init_from": adapter})
         settings = {f"lora.{name}": value for name, value in adapter_settings(config).items()}
         config = with_settings(config, settings | {"precision.frozen": "fp32"})
+        if note := base_note(config):
+            print(f"note: the adapters {adapter}{note}", file=sys.stderr)
     config = _on_mesh(config, mesh, is_run=False)
     tokenizer = data_sources.load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)

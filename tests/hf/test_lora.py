@@ -5,6 +5,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxlc.config import load
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf.adapters import base_note
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -219,6 +221,21 @@ def test_training_starts_from_adapters_and_does_not_need_them_later(model, tmp_p
     assert loaded.step == 3
     with pytest.raises(UserError, match="adapter has no effect: .* is no Hugging Face directory"):
         jaxlc.load(tmp_path / "after", adapter=adapters)
+
+
+@pytest.mark.parametrize(
+    ("base", "is_other"),
+    [("org/Base", False), ("/moved/Base", False), (None, False), ("org/Base-Chat", True)],
+)
+def test_adapters_of_another_base_are_named(base, is_other, tmp_path):
+    """Both names; the shapes of the two models are equal."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=base)))
+    config = SimpleNamespace(
+        lora=SimpleNamespace(init_from=str(tmp_path)), model=SimpleNamespace(init_from="x/Base")
+    )
+    note = base_note(config)
+    assert bool(note) == is_other
+    assert not is_other or ("org/Base-Chat" in note and "x/Base" in note)
 
 
 def losses(workdir: Path) -> list[float]:

@@ -111,24 +111,23 @@ def prepare_push(repo_id: str, *, public: bool) -> None:
         ) from error
 
 
-def push(directory: Path, repo_id: str, message: str) -> str:
-    """Makes the files of a directory the content of a repository, in one commit; returns its URL.
+def push(directory: Path, repo_id: str, message: str) -> None:
+    """Makes the files of a directory the content of a repository, in one commit.
 
     Raises:
-      UserError: the upload failed, and the repository is as before.
+      UserError: the upload failed, and the repository is as before: a new one has no files.
     """
     import huggingface_hub
 
     try:
-        commit = huggingface_hub.HfApi().upload_folder(
+        huggingface_hub.HfApi().upload_folder(
             repo_id=repo_id, folder_path=directory, commit_message=message, delete_patterns="*"
         )
     except Exception as error:  # as in `_download`
         raise UserError(
-            f"{directory} is written, and its upload to {repo_id} failed: {_reason(error, 'model')}; upload it with"
-            f" `hf upload {repo_id} {directory}`"
+            f"{directory} is written, and its upload to {repo_id} failed, which is as before, or without files if it is"
+            f" new: {_reason(error, 'model')}; upload it with `hf upload {repo_id} {directory}`"
         ) from error
-    return commit.commit_url
 
 
 class Dataset(NamedTuple):
