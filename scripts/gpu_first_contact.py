@@ -1,7 +1,7 @@
 """The first measurements on an NVIDIA GPU, in parts: kernels, training steps, memory, host memory, checkpoints.
 
-    python scripts/gpu_first_contact.py --parts=env,kernels,rates,basics,profile --out=out/1.jsonl --seconds=540
-    python scripts/gpu_first_contact.py --parts=experts,host,hoststep,steps,save --out=out/2.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=env,fa3,kernels,rates,basics --out=out/1.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=profile,experts,host,hoststep,steps,save --out=out/2.jsonl --seconds=540
     python scripts/gpu_first_contact.py --parts=more_kernels,more_rates,ring,workspace,long,memory,compile \
       --out=out/3.jsonl --seconds=540
     python scripts/gpu_first_contact.py --dry_run --out=out/dry_run.jsonl
@@ -13,7 +13,8 @@ to --out has the constants that the .jsonl files of the directory contain, for `
 
 It needs no installation of jaxlc, no data and no network: Python 3.12, JAX 0.11.2 with CUDA 13, optax, orbax, absl,
 rich and scipy, and of newer packages ml_collections 1.1.0, flax 0.12.12, grain 0.2.18, portpicker 1.6.0, array_record
-0.8.6 and tensorboardX 2.6.5. With tokamax 0.0.17 it also measures attention kernel mosaic. --row continues the rows of
+0.8.6 and tensorboardX 2.6.5. With dew-flash-attn-cu13 0.3.6 and tokamax 0.0.17 it also measures attention kernels fa3
+and mosaic. --row continues the rows of
 a part. --dry_run runs every row with small shapes on any device, in one process.
 """
 

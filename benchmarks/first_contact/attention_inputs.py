@@ -26,7 +26,9 @@ from jaxlc.search.measure import seconds_of_calls
 
 def is_main(kernel: str) -> bool:
     """Whether `auto` chooses the kernel, on GPUs and on other devices."""
-    return kernel in (("cudnn", "pallas") if jax.devices()[0].platform == "gpu" else ("blockwise",))
+    return kernel in (
+        ("fa3", "cudnn", "pallas") if jax.devices()[0].platform == "gpu" else ("blockwise",)
+    )
 
 
 def supported_kernels(
@@ -47,6 +49,7 @@ def supported_kernels(
         window=window,
         implicit_positions=not packed,
         document_ranges=packed and window is None,
+        window_ranges=packed and window is not None,
         cudnn_version=cudnn.version_for(device),
     )
     skipped = {"reference"} if is_installed("tokamax") else {"reference", "mosaic"}

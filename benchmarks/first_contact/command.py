@@ -24,6 +24,7 @@ from absl import app, flags, logging
 from benchmarks.first_contact import (
     constants,
     expert_rows,
+    fa3_rows,
     host_rows,
     kernel_rows,
     long_rows,
@@ -63,6 +64,7 @@ def _part(
 
 PARTS = {  # the most important first
     "env": _part(kernel_rows.environment_rows),
+    "fa3": _part(fa3_rows.fa3_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "kernels": _part(kernel_rows.kernel_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "rates": _part(rate_rows.rate_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "basics": _part(rate_rows.basic_rows),

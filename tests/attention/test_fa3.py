@@ -6,6 +6,7 @@ the reference.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +14,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.first_contact import fa3_stand_in
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn_packed, fa3, reference
+from jaxlc.attention.kernels import cudnn_packed, fa3, packed_check, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
-from jaxlc.hlo import parse
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import attention_kernel
 from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
+from jaxlc.plan.program import workspace_bytes
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from tests.attention import fa3_stand_in
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
 from tests.attention.test_cudnn_packed import (
     _assert_matches,
@@ -160,7 +163,9 @@ def test_packed_tiles_match_reference(stand_in, case):
     assert_rows_match(run(case), oracle(packed=True, **case.heads), FLOAT32_PARITY)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "window", [1, 7, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 40))]
+)
 def test_windows_over_packed_documents_match_reference(stand_in, window):
     """On one rank: the keys of a document may begin before its first query's window."""
     segments_BT = jnp.asarray(np.concatenate([segments(), random_segments(2, TOKENS)]))
@@ -238,6 +243,25 @@ def test_ranges_and_implicit_calls_agree_under_vmap(stand_in):
         _assert_matches([np.asarray(x[index]) for x in actual], desired)
 
 
+def test_check_before_training_finds_keys_of_another_order(stand_in, monkeypatch):
+    """The check of a ring step; without the gather of keys, documents have those of others."""
+    problems = packed_check._problems
+    monkeypatch.setattr(packed_check, "_problems", lambda *args: (problems(*args)[0][1:2], ""))
+
+    def check() -> str:
+        packed_check._Problem.results.clear_cache()
+        heads = dict(num_heads=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+        documents = dict(document_tokens=(9, -1, 20, 3, -5, 2), large_elements=1)
+        return packed_check.check_packed("fa3", jax.devices()[0], **heads, **documents)
+
+    assert re.search(r"kernel     fa3 on packed documents: relative error .*e-0\d on cpu", check())
+    monkeypatch.setattr(fa3._Segments, "_moved", lambda self, x, *_: x)
+    with pytest.raises(
+        UserError, match="fa3 is wrong on packed documents .*attention.kernel=cudnn"
+    ):
+        check()
+
+
 needs_package = pytest.mark.skipif(
     fa3.unavailable() is not None, reason=f"needs the package of fa3: {fa3.unavailable()}"
 )
@@ -263,7 +287,8 @@ def compiled_calls(context: int, num_tokens: int, packed: bool, window: int | No
         return attend(q, k, v, ranges)[0].astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens)
-    program = parse(lowered.compile(compiler_options=dict(WITHOUT_GPU)).as_text())
+    text = lowered.compile(compiler_options=dict(WITHOUT_GPU)).as_text()
+    program = analyze(text)
     calls = (
         attention_kernel(program, computation, instruction)
         for computation in program
@@ -276,7 +301,7 @@ def compiled_calls(context: int, num_tokens: int, packed: bool, window: int | No
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_dense_calls_compile_for_an_h100_and_are_counted():
-    _, calls = compiled_calls(1, 4096, packed=False)
+    program, calls = compiled_calls(1, 4096, packed=False)
     forward, backward = sorted(calls, key=lambda call: call.is_backward)
     assert not forward.is_backward and backward.is_backward
     for call, num_products in ((forward, 2), (backward, 5)):
@@ -287,6 +312,7 @@ def test_dense_calls_compile_for_an_h100_and_are_counted():
     assert (dq, dk) == ((1, 4096, 8, 128), (1, 4096, 2, 128))
     accumulators = 4 * 128 * (4096 + 256) * (8 + 2 * 2)
     assert fa3.workspace_bytes(dq, dk, *scratch) == accumulators
+    assert workspace_bytes(program) == accumulators
 
 
 @needs_package

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.first_contact import fa3_stand_in
 from jaxlc.attention import make
 from jaxlc.attention.contract import AttentionSpec, join
 from jaxlc.attention.kernels import cudnn
@@ -131,6 +132,7 @@ def float64(monkeypatch: pytest.MonkeyPatch):
 def stand_in(monkeypatch: pytest.MonkeyPatch):
     cudnn_stand_in.install(monkeypatch)
     monkeypatch.setattr(cudnn, "unsupported", lambda problem: None)
+    fa3_stand_in.install(monkeypatch)
 
 
 ORDERS = {
@@ -149,6 +151,8 @@ ORDERS = {
         ("deep 2", "documents", "hybrid", 2, 2, "blockwise"),
         *full(
             ("deep 1", "documents", "ring", 2, 1, "cudnn"),
+            ("one level", "zigzag", "ring", 4, 1, "fa3"),
+            ("two levels", "documents", "ring", 2, 1, "fa3"),
             ("one level", "zigzag", "ring", 4, 1, "cudnn"),
             ("one level", "zigzag", "ring", 1, 1, "blockwise"),
             ("one level", "zigzag", "all_gather", 8, 1, "blockwise"),

@@ -51,12 +51,19 @@ def first_contact(directory: Path, *arguments: str) -> list[dict]:
 @pytest.mark.heavy
 def test_dry_run_of_short_parts_measures_with_few_packages(tmp_path):
     measured = first_contact(
-        tmp_path, "--dry_run", "--seconds=10000", "--parts=env,kernels,ring,rates,compile"
+        tmp_path, "--dry_run", "--seconds=10000", "--parts=env,fa3,kernels,ring,rates,compile"
     )
     assert [
         row for row in measured if "error" in row or row.get("skipped", "").startswith("takes")
     ] == []
-    assert {row["part"] for row in measured} == {"env", "kernels", "ring", "rates", "compile"}
+    assert {row["part"] for row in measured} == {
+        "env",
+        "fa3",
+        "kernels",
+        "ring",
+        "rates",
+        "compile",
+    }
     assert all(row["passed"] for row in measured if "passed" in row)
 
 
