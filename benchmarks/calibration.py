@@ -20,10 +20,10 @@ from absl import app, flags
 
 from benchmarks import calibration_fit, calibration_transports, published
 from benchmarks.calibration_fit import Fold, Residual
+from benchmarks.published import PublishedRun
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.start import start
-from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import predict
 
 _PROGRAMS = flags.DEFINE_string(
@@ -32,9 +32,13 @@ _PROGRAMS = flags.DEFINE_string(
 _STORED = flags.DEFINE_bool(
     "stored", False, "write the page from the stored results, without compiling"
 )
+_MEASURED_ONLY = flags.DEFINE_bool(
+    "measured", False, "compile the measured steps of jaxlc only, not the published runs"
+)
 
 _REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "calibration.jsonl"
+MEASURED = Path(__file__).parent / "calibration_measured.jsonl"
 TRANSPORTS = Path(__file__).parent / "calibration_transports.jsonl"
 PAGE = Path(__file__).parent / "2026-11-22-calibration.md"
 PICTURE = _REPOSITORY / "docs" / "images" / "calibration.png"
@@ -44,15 +48,15 @@ _BEGIN, _END = (
 )
 
 
-def measure(programs: Path | None) -> list[dict]:
-    """Compiles and estimates each published run.
+def measure(runs: Sequence[PublishedRun], programs: Path | None) -> list[dict]:
+    """Compiles and estimates each run.
 
     Args:
       programs: where compiled programs are kept; None: nowhere.
     """
     rows = []
-    for run in published.runs():
-        prediction = predict(published.program(run, programs), TimeModel(run.gpus, run.config))
+    for run in runs:
+        prediction = predict(published.program(run, programs), published.time_model(run))
         rows.append(
             dict(
                 source=run.source,
@@ -63,7 +67,7 @@ def measure(programs: Path | None) -> list[dict]:
                 estimated_step_seconds=prediction.step_seconds,
                 time_ratio=published.time_ratio(run, prediction),
                 shares={
-                    kind: x / prediction.step_seconds
+                    kind: float(x / prediction.step_seconds)
                     for kind, x in prediction.seconds_by_kind.items()
                 },
             )
@@ -77,9 +81,11 @@ def stored(path: Path = RESULTS) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def residuals(rows: Sequence[dict]) -> list[Residual]:
+def residuals(
+    rows: Sequence[dict], published_runs: Sequence[PublishedRun] = published.runs()
+) -> list[Residual]:
     """Log ratios of the runs. Runs of one model on one kind of GPU are a group."""
-    runs = {(run.source, run.name): run for run in published.runs()}
+    runs = {(run.source, run.name): run for run in published_runs}
     result = []
     for row in rows:
         run = runs[row["source"], row["name"]]
@@ -103,10 +109,16 @@ def _group(run: published.PublishedRun) -> str:
     return json.dumps([run.gpus.device.name, model], sort_keys=True)
 
 
-def generated(rows: Sequence[dict], transports: Sequence[dict]) -> str:
+def measured_residuals(rows: Sequence[dict]) -> list[Residual]:
+    """Log ratios of the steps of jaxlc."""
+    return residuals(rows, published.runs(published.MEASURED))
+
+
+def generated(rows: Sequence[dict], measured: Sequence[dict], transports: Sequence[dict]) -> str:
     """The part of the page that follows from the results, as Markdown.
 
     Args:
+      measured: results of the steps of jaxlc.
       transports: results of `calibration_transports`.
     """
     all_residuals = residuals(rows)
@@ -134,6 +146,8 @@ def generated(rows: Sequence[dict], transports: Sequence[dict]) -> str:
             "![published over estimated time of all runs, with the interval of each fold]"
             "(../docs/images/calibration.png)",
             "",
+            *_measured(measured),
+            "",
             "## By source",
             "",
             "Scale and interval come from the other sources only.",
@@ -155,7 +169,28 @@ def generated(rows: Sequence[dict], transports: Sequence[dict]) -> str:
     )
 
 
-def _source_table(folds: Sequence[Fold]) -> list[str]:
+def _measured(rows: Sequence[dict]) -> list[str]:
+    """The interval of kernels on a GPU on which steps of jaxlc were measured."""
+    all_residuals = measured_residuals(rows)
+    folds = calibration_fit.folds(all_residuals, "measured")
+    final = calibration_fit.fit(all_residuals)
+    covered, num_runs = calibration_fit.coverage(folds)
+    low, high = (math.exp(final.log_scale + sign * final.spread) for sign in (-1, 1))
+    scale = math.exp(final.log_scale)
+    return [
+        "## Steps of jaxlc on one H100",
+        "",
+        f"{num_runs} steps of {len(folds)} models: measured time = {scale:.2f} x estimate; interval {low:.2f} to"
+        f' {high:.2f} x estimate, `MEASURED = {{"h100": ({scale:.3f}, {final.spread:.3f})}}`. Scale and interval of a'
+        f" table row come from the other models only; they cover {covered} of the {num_runs} steps.",
+        "",
+        *_source_table(folds, has_notes=False),
+        "",
+        *_run_table(rows, folds),
+    ]
+
+
+def _source_table(folds: Sequence[Fold], has_notes: bool = True) -> list[str]:
     lines = [
         "| held-back source | runs | scale | 80% interval | within | median error |",
         "| --- | ---: | ---: | --- | ---: | ---: |",
@@ -165,8 +200,9 @@ def _source_table(folds: Sequence[Fold]) -> list[str]:
         errors = sorted(fold.errors)
         median = math.expm1(errors[len(errors) // 2])
         interval = f"{scale / spread:.2f} to {scale * spread:.2f}"
+        name = f"[{fold.source}](#{fold.source})" if has_notes else fold.source
         lines.append(
-            f"| [{fold.source}](#{fold.source}) | {len(errors)} | {scale:.2f} | {interval} |"
+            f"| {name} | {len(errors)} | {scale:.2f} | {interval} |"
             f" {fold.num_covered} of {len(errors)} | {median:+.0%} |"
         )
     return lines
@@ -194,7 +230,7 @@ def _run_table(rows: Sequence[dict], folds: Sequence[Fold]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def _notes() -> list[str]:
@@ -215,30 +251,35 @@ def _notes() -> list[str]:
     return lines[:-1]
 
 
-def write_page(rows: Sequence[dict], transports: Sequence[dict]) -> None:
+def write_page(rows: Sequence[dict], measured: Sequence[dict], transports: Sequence[dict]) -> None:
     """Replaces the generated part of 2026-11-22-calibration.md, and its picture."""
     text = PAGE.read_text()
     before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
-    PAGE.write_text(f"{before}{_BEGIN}\n\n{generated(rows, transports)}\n\n{_END}{after}")
+    PAGE.write_text(f"{before}{_BEGIN}\n\n{generated(rows, measured, transports)}\n\n{_END}{after}")
     from benchmarks import calibration_plot  # imported here because matplotlib is slow to import
 
     calibration_plot.write(rows, calibration_fit.folds(residuals(rows)), PICTURE)
 
 
 def main(_) -> None:
-    if _STORED.value:
-        write_page(stored(), stored(TRANSPORTS))
-        return
+    if not _STORED.value:
+        _compile_all()
+    write_page(*map(stored, (RESULTS, MEASURED, TRANSPORTS)))
+
+
+def _compile_all() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # also on machines with a GPU
     try:
         start(RuntimeConfig())
         programs = Path(_PROGRAMS.value) if _PROGRAMS.value else None
-        rows, transports = measure(programs), calibration_transports.measure(programs)
+        results = {MEASURED: measure(published.runs(published.MEASURED), programs)}
+        if not _MEASURED_ONLY.value:
+            results[RESULTS] = measure(published.runs(), programs)
+            results[TRANSPORTS] = calibration_transports.measure(programs)
     except UserError as error:
         sys.exit(f"error: {error}")
-    for path, results in ((RESULTS, rows), (TRANSPORTS, transports)):
-        path.write_text("".join(json.dumps(row) + "\n" for row in results))
-    write_page(rows, transports)
+    for path, rows in results.items():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -50,13 +50,15 @@ def level() -> float:
     return tomllib.loads(_FOLDS.read_text())["level"]
 
 
-def folds(residuals: Sequence[Residual]) -> tuple[Fold, ...]:
+def folds(residuals: Sequence[Residual], key: str = "folds") -> tuple[Fold, ...]:
     """Holds back each source in turn.
 
+    Args:
+      key: of the sources in published_folds.toml; "measured": models on one GPU.
     Raises:
       ValueError: the sources are not those of published_folds.toml.
     """
-    sources = tomllib.loads(_FOLDS.read_text())["folds"]
+    sources = tomllib.loads(_FOLDS.read_text())[key]
     if set(sources) != {residual.source for residual in residuals}:
         raise ValueError(f"the runs have other sources than {_FOLDS.name}")
     result = []

@@ -8,6 +8,7 @@ The steps are AOT-compiled for H100s. Compiled steps are stored in points.jsonl;
 resumes.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from benchmarks import memory_cases
 from benchmarks.memory_cases import Baseline, Case, MaxSeqLen
 from jaxlc.core.errors import UserError
 from jaxlc.core.processes import Row
-from jaxlc.simulate.roofline import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"
@@ -117,7 +117,7 @@ def max_seq_len_table(results: dict[int, MaxSeqLen]) -> Iterator[str]:
             row["strategy"] if num_gpus > 1 else "",
             *_memory(row),
             _gib(row["staging_bytes_per_node"]),
-            _median(row["step_seconds"] / 3600),
+            _median(row, unit_seconds=3600),
             result.bottleneck,
         )
 
@@ -180,12 +180,13 @@ def _memory(row: Row) -> tuple[str, str, str]:
 
 
 def _time(row: Row) -> tuple[str, str]:
-    return _median(row["step_seconds"]), _median(row["exposed_host_copy_seconds"])
+    return _median(row), _median(row, "exposed_host_copy_seconds")
 
 
-def _median(time: float) -> str:
+def _median(row: Row, name: str = "step_seconds", unit_seconds: float = 1.0) -> str:
     """The median of an estimated time, with two significant digits."""
-    return f"{float(f'{TIME_SCALE * time:.1e}'):,g}"
+    factor = math.sqrt(row["step_seconds_low"] * row["step_seconds_high"]) / row["step_seconds"]
+    return f"{float(f'{factor * row[name] / unit_seconds:.1e}'):,g}"
 
 
 def _gib(num_bytes: float) -> str:

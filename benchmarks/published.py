@@ -1,5 +1,5 @@
 """Published training speeds of `published_runs.toml`, and the steps of jaxlc that they are compared
-with.
+with; `measured_runs.toml` has measured steps of jaxlc in the same form.
 """
 
 import dataclasses
@@ -10,17 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from benchmarks.causal_work import full_pairs
 from jaxlc.config import Config, defaults, load
 from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.plan.program import compile_step
+from jaxlc.simulate.packed_work import sequence_work
+from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, make_mesh, topology
-from jaxlc.step.step import build_step
+from jaxlc.step.step import TrainStep, build_step
 
 Unit = Literal["tokens/s per GPU", "TFLOP/s per GPU, full attention", "% MFU, causal", "s per step"]
 
 _DATA = Path(__file__).parent / "published_runs.toml"
+MEASURED = Path(__file__).parent / "measured_runs.toml"
 _COMMON = {
     "model.preset": "llama3.1-8b",
     "attention.document_mask": False,
@@ -54,6 +60,7 @@ class PublishedRun:
     settings: Mapping[str, Any]  # in addition to _COMMON
     # fields of the GPU that differ
     device: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mix: bool = False  # packed documents of random lengths instead of one document per sequence
 
     @property
     def key(self) -> str:
@@ -82,9 +89,9 @@ def sources() -> dict[str, Source]:
     return {name: Source(**values) for name, values in _read()["sources"].items()}
 
 
-def runs() -> tuple[PublishedRun, ...]:
-    """All runs, in the order of the file."""
-    return tuple(PublishedRun(**values) for values in _read()["runs"])
+def runs(path: Path = _DATA) -> tuple[PublishedRun, ...]:
+    """All runs, in the order of the file: published ones, or those of `MEASURED`."""
+    return tuple(PublishedRun(**values) for values in _read(path)["runs"])
 
 
 def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram:
@@ -96,14 +103,26 @@ def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram
     path = directory / f"{run.key}.hlo.gz" if directory else None
     if path is not None and path.exists():
         return analyze(gzip.decompress(path.read_bytes()).decode())
-    config = run.config
-    text = compile_step(
-        build_step(config, make_mesh(topology(run.topology), config.mesh))
-    ).compiled.as_text()
+    text = compile_step(_step(run)).compiled.as_text()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))
     return analyze(text)
+
+
+def time_model(run: PublishedRun) -> TimeModel:
+    """For `run`, whose sequences are one document or the documents of a first contact."""
+    if not run.mix:
+        return TimeModel(run.gpus, run.config)
+    order = _step(run).sequence_order
+    lengths = mix_of_lengths(np.random.default_rng(0), run.config.data.seq_len).tolist()
+    work = sequence_work(run.config, order.of, lengths, few_documents=order.few_documents).work
+    return TimeModel(run.gpus, run.config, work=work)
+
+
+def _step(run: PublishedRun) -> TrainStep:
+    config = run.config
+    return build_step(config, make_mesh(topology(run.topology), config.mesh))
 
 
 def estimated_figure(run: PublishedRun, prediction: Prediction) -> float:
@@ -125,5 +144,5 @@ def time_ratio(run: PublishedRun, prediction: Prediction) -> float:
     return run.figure / figure if run.unit == "s per step" else figure / run.figure
 
 
-def _read() -> dict[str, Any]:
-    return tomllib.loads(_DATA.read_text())
+def _read(path: Path = _DATA) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())

@@ -348,7 +348,7 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
             kernel = name.partition("_")[0]
             note = f"kernel {kernel}, with the lengths and offsets of documents"
         elif name.startswith("mosaic experts"):
-            note = "compared with blocks before a run trains; estimated from an assumed rate"
+            note = "compared with blocks before a run trains; estimated from the rate of one measured step"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
     if plan.launches is not None:
         operations, launches, graphs, synchronizations = (f"{count:,}" for count in plan.launches)
@@ -357,7 +357,7 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 
 
 def _time(predicted: Prediction) -> Iterator[str]:
-    yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
+    yield "ESTIMATED TIME per step: median (80% interval, docs/calibration.md)"
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
     if predicted.are_rates_assumed:
         yield _text_row("rates", "assumed: no program was measured on such a GPU")

@@ -27,7 +27,7 @@ from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels
 from jaxlc.plan.report import PlanRecord, ReferencePass, verdict
 from jaxlc.posttrain.traces import with_reference
-from jaxlc.simulate.roofline import Roofline, range_text, seconds_text, two_digits
+from jaxlc.simulate.roofline import Interval, Roofline, range_text, seconds_text, two_digits
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import layer_timeline, predict
 from jaxlc.simulate.topology import Topology, make_mesh, topology
@@ -325,12 +325,19 @@ class StagesPlan:
         """In the currency of the price."""
         return None if self.price_per_gpu_hour is None else gpu_hours * self.price_per_gpu_hour
 
+    @property
+    def interval(self) -> Interval:
+        """Of the hours of all stages, as factors on their estimate."""
+        hours = sum(stage.hours for stage in self.stages)
+        low, high = (
+            sum(stage.hours * stage.plan.predicted.interval[end] for stage in self.stages)
+            for end in (0, 1)
+        )
+        return Interval(low / hours, high / hours)
+
     def totals(self) -> dict[str, str]:
         """GPU-hours, and with a price the cost, of all stages, for the HTML page."""
-        gpu_hours, interval = (
-            sum(stage.gpu_hours for stage in self.stages),
-            self.stages[0].plan.predicted.interval,
-        )
+        gpu_hours, interval = sum(stage.gpu_hours for stage in self.stages), self.interval
         values = {"GPU-hours": gpu_hours, "cost": self.cost(gpu_hours)}
         steps = f"of {sum(stage.num_steps for stage in self.stages):,} steps, estimated"
         return {
@@ -353,13 +360,13 @@ class StagesPlan:
           command_line: the command that printed it, for advice.
         """
         first = self.stages[0].plan
-        (low, high), median = first.predicted.interval, first.predicted.interval.median
+        (low, high), median = self.interval, self.interval.median
         lines = [
             f"{first.topology}: {count_text(first.num_devices, 'GPU')}; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),
             "",
             "Hours of training steps, without evaluations, checkpoints and compilation. Times and costs are medians;",
-            f"80% of published runs take {two_digits(low / median)} to {two_digits(high / median)} times as long"
+            f"the 80% interval of all stages is {two_digits(low / median)} to {two_digits(high / median)} times that"
             " (docs/calibration.md).",
         ]
         if len(self.stages) == 1:
@@ -384,7 +391,7 @@ class StagesPlan:
                 gib(memory.host_bytes_per_node),
                 two_digits(predicted.tokens_per_second_per_device / median),
                 seconds_text(median * predicted.step_seconds),
-                *self._totals(stage.hours, stage.gpu_hours),
+                *self._totals(median, stage.hours, stage.gpu_hours),
             )
         if len(self.stages) > 1:
             num_steps, num_tokens = (
@@ -400,12 +407,12 @@ class StagesPlan:
                 "",
                 _billions(num_tokens),
                 *blank,
-                *self._totals(hours, gpu_hours),
+                *self._totals(self.interval.median, hours, gpu_hours),
             )
 
-    def _totals(self, hours: float, gpu_hours: float) -> list[str]:
-        """The medians, of the same interval in all stages."""
-        median, cost = self.stages[0].plan.predicted.interval.median, self.cost(gpu_hours)
+    def _totals(self, median: float, hours: float, gpu_hours: float) -> list[str]:
+        """The medians."""
+        cost = self.cost(gpu_hours)
         return [
             two_digits(median * x) for x in (hours, gpu_hours, *([] if cost is None else [cost]))
         ]

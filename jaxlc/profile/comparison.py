@@ -246,7 +246,7 @@ class Comparison:
     num_steps: int
     step_seconds: float
     estimated_step_seconds: float | None
-    estimated_interval: Interval | None  # factors on all estimates; 80% of published runs
+    estimated_interval: Interval | None  # factors on all estimates
     classes: tuple[ClassTime, ...]
     ring_steps: tuple[RingStepTime, ...]  # empty without the compiled step
     communication_seconds: float  # per step, exposed or not; concurrent transfers count once
@@ -462,7 +462,7 @@ def _notes(result: Comparison) -> Iterator[str]:
         )
     if result.estimated_step_seconds is not None and result.estimated_interval is not None:
         step = estimate_text(result.estimated_step_seconds, result.estimated_interval)
-        yield f"estimated step: {step}, median (80% interval of published runs); others are medians too"
+        yield f"estimated step: {step}, median (80% interval); others are medians too"
         if result.estimated_pairs_share is not None:
             yield f"estimated attention: {result.estimated_pairs_share:.1%} of the pairs of one document per sequence"
     else:

@@ -263,11 +263,14 @@ class Ranking:
         if not fitting:
             return ""
         (_, first), speed = fitting[0], "tokens_per_second_per_device"
+        # a ratio has at most the errors of both times
+        both = math.log(first["step_seconds_high"] / first["step_seconds_low"])
+        spread = min(self.pair_spread, both)
         close = [
             (mesh_of(row), rank)
             for rank, row in fitting
             if mesh_of(row)[:2] == mesh_of(first)[:2]
-            and not is_distinguishable(row[speed], first[speed], self.pair_spread)
+            and not is_distinguishable(row[speed], first[speed], spread)
         ]
         if len(close) == 1:
             return ""
@@ -277,7 +280,7 @@ class Ranking:
         *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
         return (
             f"The estimate cannot order {', '.join(names)} and {last}: they differ by less than the 80% interval of a"
-            f" ratio, {math.expm1(self.pair_spread):.0%} (docs/calibration.md).\nOf the fastest, 1 leaves"
+            f" ratio, {math.expm1(spread):.0%} (docs/calibration.md).\nOf the fastest, 1 leaves"
             " the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
         )
 
@@ -327,7 +330,7 @@ class Ranking:
         for (status, reason), names in reasons.items():
             yield f"{status}: {'; '.join(names)}: {reason}"
         if self.rows[0]["figures"] == "estimated" and self._done():
-            yield "Memory is AOT-compiled; times are estimates, with the 80% interval of published runs."
+            yield "Memory is AOT-compiled; times are estimates, with their 80% interval."
             yield from filter(None, [self.note()])
 
 

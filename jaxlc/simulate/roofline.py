@@ -14,10 +14,11 @@ its published source:
 None of them was fitted to a training step. docs/calibration.md lists the sources and compares
 steps.
 
-The 80% interval of estimated step times comes from published runs of other trainers.
-`python -m benchmarks.calibration` computes its three constants (docs/calibration.md); a test
-compares them with its stored results. They are for the published rates. A file of measured
-constants can replace them.
+The 80% interval of an estimated step is built from its parts (`Roofline.step_interval`): kernels on
+a GPU on which steps of jaxlc were measured have the spread of these steps; communication, other
+kernels and other GPUs that of published runs of other trainers. `python -m benchmarks.calibration`
+computes the constants (docs/calibration.md); a test compares them with its stored results. A file
+of constants can replace them.
 """
 
 import dataclasses
@@ -42,6 +43,10 @@ TIME_SPREAD = 0.563
 # The same for the ratio of two steps of one model on the same GPUs, of similar length: errors that both have cancel.
 # Only 7 published pairs, of 2 sources.
 PAIR_SPREAD = 0.331
+# (scale, spread) as above, of steps of jaxlc that ran on one GPU (benchmarks/measured_runs.toml), by its name
+MEASURED = MappingProxyType({"h100": (0.993, 0.081)})
+# attention kernels whose rates were measured on these GPUs
+MEASURED_ATTENTION = frozenset({"cudnn", "cudnn_packed", "pallas"})
 
 
 class Interval(NamedTuple):
@@ -70,7 +75,7 @@ def time_interval(scale: float = TIME_SCALE, spread: float = TIME_SPREAD) -> Int
     return Interval(scale * math.exp(-spread), scale * math.exp(spread))
 
 
-PUBLISHED = time_interval()  # for the published rates of `roofline`
+PUBLISHED = time_interval()  # of published runs
 
 
 def is_distinguishable(
@@ -185,8 +190,9 @@ _ATTENTION_ON_BLACKWELL = {
 }
 _ASSUMED = Rates(0.7, 0.7, 0.85, _ATTENTION_ON_AMPERE, 108, 3.1e-6, are_assumed=True)
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
-# fraction of the peak that the Mosaic products of experts achieve; assumed, no GPU measured them
-EXPERT_KERNEL = 0.50
+# fraction of the peak that the Mosaic products of experts achieve: about 280 TFLOP/s in the trace of a step on one H100
+# (benchmarks/2026-11-27-h100.md)
+EXPERT_KERNEL = 0.28
 _RATES = MappingProxyType(
     {
         "t4": _ASSUMED._replace(num_multiprocessors=40),
@@ -326,10 +332,9 @@ class Roofline:
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
     synchronization_seconds: float = hardware.SYNCHRONIZATION_SECONDS
     nccl_multiprocessors: float = NCCL_MULTIPROCESSORS
-    # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a
-    # narrower one.
-    time_scale: float = TIME_SCALE
-    time_spread: float = TIME_SPREAD
+    # the interval of all estimated times; None: built from their parts (`step_interval`)
+    time_scale: float | None = None
+    time_spread: float | None = None
     pair_spread: float = PAIR_SPREAD
 
     def attention_seconds(
@@ -415,6 +420,27 @@ class Roofline:
         return self.host_latency_seconds + num_bytes / (
             device.host_bandwidth_bytes_per_second * self.host_share
         )
+
+    def step_interval(
+        self, device: Device, seconds: float, other_seconds: float, hidden_seconds: float
+    ) -> Interval:
+        """The interval of a step's time, as factors on its estimate.
+
+        Args:
+          seconds: the estimate.
+          other_seconds: the part of it that was never measured on `device`: kernels, and
+            communication for which kernels wait.
+          hidden_seconds: communication during kernels. If it takes longer than estimated, nothing
+            of the additional time is assumed to be hidden.
+        """
+        scale, spread = self.time_scale or TIME_SCALE, self.time_spread or TIME_SPREAD
+        published = time_interval(scale, spread)
+        if device.name not in MEASURED or (self.time_scale, self.time_spread) != (None, None):
+            return published
+        measured, other = time_interval(*MEASURED[device.name]), other_seconds / seconds
+        low, high = ((1 - other) * x + other * y for x, y in zip(measured, published, strict=True))
+        high += (published.high - 1) * hidden_seconds / seconds
+        return Interval(low, min(high, published.high))
 
     def compute_share_during_nccl(self, device: Device) -> float:
         """The fraction of a GPU's multiprocessors that kernels have while an NCCL collective runs."""

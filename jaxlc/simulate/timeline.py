@@ -45,7 +45,7 @@ from jaxlc.hlo.parser import (
     is_data_dependent,
     is_host_controlled,
 )
-from jaxlc.simulate.roofline import Interval, rates, time_interval
+from jaxlc.simulate.roofline import MEASURED_ATTENTION, Interval, rates
 from jaxlc.simulate.time_model import TimeModel, num_sequences
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are
@@ -252,18 +252,25 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
     simulator = Simulator(TimedOps(program, model))
     simulator.run(program.entry)
     flops = config.flops_per_step
-    low, high = time_interval(model.roofline.time_scale, model.roofline.time_spread)
     by_resource, by_kind = Counter(), Counter()
     for (kind, resource), seconds in simulator.seconds.items():
         by_resource[resource] += seconds
         by_kind[kind] += seconds
+    exposed_seconds = sum(by_resource[link] for link in _COMMUNICATION)
+    communication_seconds = sum(simulator.transfer_seconds[link] for link in _COMMUNICATION)
+    other_seconds = exposed_seconds + by_resource[NCCL_SMS]
+    if not {call.kernel for call, _ in program.attention_calls} <= MEASURED_ATTENTION:
+        other_seconds += by_kind["attention"]
+    low, high = model.roofline.step_interval(
+        gpus.device, simulator.now, other_seconds, communication_seconds - exposed_seconds
+    )
     return Prediction(
         step_seconds=simulator.now,
         tokens_per_second_per_device=config.tokens_per_step / simulator.now / gpus.num_gpus,
         recomputed_share=simulator.flops * gpus.num_gpus / flops - 1,
         mfu_causal=flops / (simulator.now * gpus.num_gpus * gpus.device.bf16_flops_per_second),
-        exposed_communication_seconds=sum(by_resource[link] for link in _COMMUNICATION),
-        communication_seconds=sum(simulator.transfer_seconds[link] for link in _COMMUNICATION),
+        exposed_communication_seconds=exposed_seconds,
+        communication_seconds=communication_seconds,
         exposed_host_copy_seconds=by_resource["host"],
         host_copy_seconds=simulator.transfer_seconds["host"],
         host_copies=simulator.num_transfers["host"],

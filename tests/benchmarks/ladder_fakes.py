@@ -29,6 +29,8 @@ def planned(config: Config) -> dict:
         staging_bytes_per_node=90 * GIB,
         host_usable_bytes_per_node=1843 * GIB,
         step_seconds=100.0,
+        step_seconds_low=50.0,
+        step_seconds_high=200.0,
         tokens_per_second_per_device=2.0 if config.memory.remat == "full" else 1.0,
         exposed_host_copy_seconds=1.0,
         recomputed_share=0.3,

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import calibration, calibration_fit
 from benchmarks.calibration_fit import Residual
-from benchmarks.published import estimated_figure, runs, sources, time_ratio
+from benchmarks.published import MEASURED, estimated_figure, runs, sources, time_ratio
 from jaxlc.simulate import roofline
 
 # Name -> (sequence length, mesh, parameters in billions, as their models' pages give them).
@@ -149,6 +149,20 @@ def test_constants_of_interval_are_those_of_stored_results():
     assert calibration_fit.coverage_by_source(_folds()) >= roofline.LEVEL
 
 
+def test_interval_of_measured_steps_is_that_of_stored_results():
+    """Of jaxlc's own steps on an H100, with each model held back; the interval covers 80% of them."""
+    residuals = calibration.measured_residuals(calibration.stored(calibration.MEASURED))
+    assert len(residuals) == len(runs(MEASURED))
+    assert all(run.config.mesh.num_devices == 1 for run in runs(MEASURED))
+    final = calibration_fit.fit(residuals)
+    scale, spread = roofline.MEASURED["h100"]
+    assert final.log_scale == pytest.approx(math.log(scale), abs=1e-3)
+    assert final.spread == pytest.approx(spread, abs=1e-3)
+    covered, num_runs = calibration_fit.coverage(calibration_fit.folds(residuals, "measured"))
+    assert covered / num_runs >= roofline.LEVEL
+
+
 def test_page_has_the_stored_results():
-    text = calibration.generated(calibration.stored(), calibration.stored(calibration.TRANSPORTS))
+    paths = calibration.RESULTS, calibration.MEASURED, calibration.TRANSPORTS
+    text = calibration.generated(*map(calibration.stored, paths))
     assert text in calibration.PAGE.read_text()

@@ -373,9 +373,11 @@ def test_ranked_measurements_by_speed_and_failures_last():
 
 
 def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
-    def row(rate, context, fits=True, seq_len=4096):
+    def row(rate, context, fits=True, seq_len=4096, high=4.0):
         sizes = dict(data=1, fsdp=1, context=context, tensor=1, seq_len=seq_len)
         return sizes | dict(
+            step_seconds_low=1.0,
+            step_seconds_high=high,
             status="done",
             topology="h100:1x8",
             fits=fits,
@@ -386,6 +388,8 @@ def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
     def note(*rows):
         return Ranking(rows, pair_spread=math.log(1.25)).note()
 
+    narrow = row(100.0, 1, high=1.15)  # of a ratio as well
+    assert "of a ratio, 15%" in note(narrow, row(90.0, 2)) and not note(narrow, row(85.0, 2))
     first, same_mesh = row(100.0, 1), row(99.0, 1)
     close = [row(90.0, context) for context in (2, 4, 8)]
     far = [

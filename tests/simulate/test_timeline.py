@@ -104,6 +104,10 @@ def approx(seconds: float):
     return pytest.approx(seconds, rel=1e-9, abs=1e-12)
 
 
+def approx_interval(low: float, high: float):
+    return pytest.approx((low, high), rel=1e-9)
+
+
 def test_kernel_time_is_maximum_of_compute_and_memory():
     estimate = predicted(dot(), copy())
     assert estimate.seconds_by_kind == {
@@ -120,8 +124,34 @@ def test_step_interval_has_scale_and_spread_of_constants():
         approx(0.75 * DOT),
         approx(3 * DOT),
     )
-    low, high = predicted(dot()).step_seconds_interval
-    assert low == approx(DOT * roofline.TIME_SCALE / math.exp(roofline.TIME_SPREAD)) and high > DOT
+
+
+def test_step_interval_is_built_from_its_parts():
+    """Kernels of an H100 were measured; exposed communication, kernels without a measurement and
+    other GPUs have the interval of published runs. Hidden communication moves the upper end only.
+    """
+    published, measured = roofline.PUBLISHED, roofline.time_interval(*roofline.MEASURED["h100"])
+    assert published.low < measured.low and measured.high < published.high
+    assert predicted(dot()).interval == approx_interval(*measured)
+    assert predicted(dot(), gpus="h200:1x2").interval == approx_interval(*published)
+
+    hidden = predicted(permute_start(), *map(dot, "ab"), permute_done())
+    late = (published.high - 1) * HOP / (2 * DOT)
+    assert hidden.interval == approx_interval(measured.low, measured.high + late)
+
+    exposed = predicted(permute_start(), permute_done())
+    assert exposed.interval == approx_interval(*published)
+    half = predicted(permute_start(), permute_done(), dot())
+    share = HOP / (HOP + DOT)
+    mixed = [share * x + (1 - share) * y for x, y in zip(published, measured, strict=True)]
+    assert half.interval == approx_interval(*mixed)
+
+
+def test_step_interval_of_attention_without_a_measurement_is_published(monkeypatch):
+    measured = predicted(*ATTENTION)
+    monkeypatch.setattr("jaxlc.simulate.timeline.MEASURED_ATTENTION", frozenset())
+    assert predicted(*ATTENTION).interval == approx_interval(*roofline.PUBLISHED)
+    assert measured.interval != approx_interval(*roofline.PUBLISHED)
 
 
 def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
