@@ -407,6 +407,17 @@ def test_page_names_what_the_estimate_cannot_order():
     assert "cannot order" not in page(result, None, pair_spread=0.01)
 
 
+def test_page_offers_fp8_with_its_measured_gain_where_it_is_supported():
+    def offers(gpus: str, **settings) -> bool:
+        search, _ = searched({1: (20.0, 20)}, [candidate(10, **steps(1), **settings)])
+        text = page(Recommendation(base=small(), gpus=topology(gpus), search=search), None)
+        return "--config.precision.compute=fp8. Measured on one H100" in text
+
+    assert offers("h100:1x2") and not offers("a100:1x2")
+    assert not offers("h100:1x2", **{"precision.compute": "fp8"})
+    assert not offers("h100:1x2", **{"precision.reduce": "fp32"})  # unsupported with FP8
+
+
 def test_eligible_rows_meet_the_goal():
     one, two = candidate(1.0), candidate(2.0, **{"data.seq_len": 1024})
     two = dataclasses.replace(two, gpus=topology("h100:1x8"))
