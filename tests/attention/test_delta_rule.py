@@ -320,7 +320,7 @@ def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
     [
         ("gated_delta_net", 4, 0, 4, "float64"),
         ("mamba2", 4, 2, 4, "float64"),
-        ("kimi_delta", 1, 4, 4, "float64"),
+        ("kimi_delta", 1, 0, 1, "float64"),
         *(
             pytest.param(kind, context, tiles, levels, dtype, marks=pytest.mark.full)
             for levels in TREES
@@ -331,7 +331,7 @@ def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
                 ("mamba2", 4, 0, "float64"),
                 ("mamba2", 1, 0, "float64"),
                 ("kimi_delta", 4, 0, "float64"),
-                ("kimi_delta", 1, 0, "float64"),
+                ("kimi_delta", 1, 4, "float64"),
                 ("kimi_delta", 4, 8, "float32"),
             ]
         ),
