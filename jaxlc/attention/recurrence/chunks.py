@@ -25,7 +25,7 @@ recurrence over chunks has one product:
 
 Without correction, u = beta v, and there is no w. Consecutive tokens map the state that enters them
 affinely: S' = M S + U. Documents are masks: a token reads only tokens and states of its own
-segment. Gates may be of any size, such as 0 and -1000 in a chunk. So G is kept as two sums whose
+segment. Gates may be of any size, such as 0 and -1000 in a chunk. So G is two sums whose
 differences are accurate, one of integers (`_split`).
 
 With a gate for each channel, exp(G_i - G_j) is inside the product of q_i and k_j. exp(-G_j) may be
@@ -43,6 +43,7 @@ decay is a matrix [D + 1, D + 1] of scalars, or of vectors of K channels.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,9 +100,6 @@ CHUNK_TOKENS = 128
 
 # tokens of blocks that are computed without products, if the channels have gates of their own
 _DIRECT_TOKENS = 16
-
-# The exponentials of this and of smaller gates are 0 in float64.
-_SMALLEST_GATE = -1024.0
 
 
 @dataclass(frozen=True)
@@ -317,7 +315,7 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
         return heads(x.astype(wide).reshape(*x.shape[:3], -1))
 
     q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
-    beta, g = of_each_token(tokens.beta_BLH), _split(of_each_token(tokens.g_BLH))
+    beta, g = of_each_token(tokens.beta_BLH), _split(of_each_token(tokens.g_BLH), dtype)
     segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
     before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[
         :, :, None, None
@@ -370,18 +368,25 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     )
 
 
-def _split(g: jax.Array) -> jax.Array:
+def _split(g: jax.Array, dtype) -> jax.Array:
     """g [...] as two terms [2, ...]: integers, whose sums over a chunk are exact, and numbers of at
     most 1/2. So the difference of two large sums is accurate.
+
+    Args:
+      dtype: of the tokens. With bfloat16, one term [1, ...]: rounding errors of its sums are not larger than those of
+        bfloat16.
     """
-    g = jnp.maximum(g, _SMALLEST_GATE)
+    # exponentials of smaller gates are 0 as well
+    g = jnp.maximum(g, 1.1 * math.log(jnp.finfo(g.dtype).smallest_subnormal))
+    if jnp.finfo(dtype).bits < 32:
+        return g[None]
     whole = jnp.round(g)
     return jnp.stack([whole, g - whole])
 
 
 def _decays_between(first: jax.Array, last: jax.Array, reads: jax.Array) -> jax.Array:
-    """exp(last - first) of the cumulative gates of two tokens, [2, ...], where `reads` is true, and
-    0 elsewhere.
+    """exp(last - first) of the cumulative gates of two tokens, sums of the terms of `_split`, where
+    `reads` is true, and 0 elsewhere.
     """
     # Elsewhere the difference may be positive, and its exponential infinite.
     difference = jnp.where(reads, (last - first).sum(0), 0)
