@@ -145,14 +145,16 @@ class TraceReader:
         vocab_size: int,
         experts_of: ModelConfig | None = None,
         teacher_top_k: int = 0,
+        refuses_labels: bool = False,
     ):
         """
         Args:
           vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
           experts_of: the model whose recorded experts are read; None: these are ignored.
           teacher_top_k: candidates of the teacher that are read; 0: these are ignored.
+          refuses_labels: a text or chat whose label is false cannot be used.
         """
-        self._teacher_top_k = teacher_top_k
+        self._teacher_top_k, self._refuses_labels = teacher_top_k, refuses_labels
         self.encoder, self._vocab_size, self._experts_of = encoder, vocab_size, experts_of
 
     def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
@@ -168,6 +170,8 @@ class TraceReader:
         is_sampled |= any(name in values for name in (*LOG_PROBS, *TEACHER))
         if "chosen" not in values and "rejected" not in values:
             fields = _other_fields(values, where)
+            if not self._refuses_labels:
+                values.pop("label", None)
             return [self._trace(values, "completion", where, is_sampled, **fields)]
         chosen, rejected = (
             self._answer_of_pair(values, answer, where, is_sampled, advantage)

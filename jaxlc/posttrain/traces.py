@@ -322,7 +322,13 @@ def _read(
     encoder = Encoder(tokenizer, config.data.chat_template, notes)
     experts_of = config.model if config.posttrain.replay_routing else None
     top_k = config.posttrain.teacher_top_k
-    reader = TraceReader(encoder, config.model.vocab_size, experts_of, top_k)
+    reader = TraceReader(
+        encoder,
+        config.model.vocab_size,
+        experts_of,
+        top_k,
+        refuses_labels=not config.posttrain.is_labeled,
+    )
     items = []
     for file in list_files(sources, setting).files:
         for record in records_of(file.path, fields):

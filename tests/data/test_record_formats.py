@@ -177,6 +177,19 @@ def test_record_that_cannot_be_used_is_a_bad_record(tmp_path, record, message):
     assert len(traces.train.traces) == 1 and "skipped records: 1" in traces.warnings[0]
 
 
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_labels_of_texts_and_chats_are_read_for_kto(tmp_path, form):
+    """The record of docs/post_training.md, with true and false."""
+    question, answer = ("q", "a") if form == "text" else ([user("q")], [bot("a")])
+    records = [dict(prompt=question, completion=answer, label=x) for x in (True, False)]
+    config, path = config_of(tmp_path, records)
+    config.data.traces, config.posttrain.loss = path, "kto"
+    config.lora.rank, config.train.global_batch_size = 2, 2
+    loaded = load(config)
+    traces = open_traces(loaded, load_tokenizer("bytes"))
+    assert [trace.label for trace in traces.traces] == [True, False]
+
+
 def test_prompt_and_completion_are_a_chat_of_a_mixture(tmp_path):
     messages = dict(prompt=[user("q"), bot("x"), user("r")], completion=[bot("a")], system="s")
     config, path = config_of(
