@@ -361,6 +361,10 @@ def _time(predicted: Prediction) -> Iterator[str]:
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
     if predicted.are_rates_assumed:
         yield _text_row("rates", "assumed: no program was measured on such a GPU")
+    elif predicted.communication_seconds:
+        yield _text_row(
+            "rates", "of single kernels and collectives: no step on several GPUs was measured"
+        )
     inverse = predicted.interval.inverse
     yield _text_row(
         "tokens/s per GPU", range_text(predicted.tokens_per_second_per_device, "", inverse)

@@ -36,6 +36,7 @@ def test_estimates_are_medians_with_interval_and_two_digits():
     assert "about 2.0 s (1.0 to 4.0), bound by compute" in text
     assert "about 1.0 (0.50 to 2.0)" in text and "about 40% (20 to 80)" in text
     assert "500 ms, exposed (kernels wait): 100 ms" in text
+    assert "no step on several GPUs was measured" in text
     assert summary(plan).startswith(
         "estimated: about 2.0 s (1.0 to 4.0) per step, 1.0 tokens/s per GPU"
     )
