@@ -50,7 +50,7 @@ from jaxlc.data.texts.sources import (
     phone_book_file,
 )
 from jaxlc.data.tokens.encoder import Log
-from jaxlc.data.tokens.store import TokenStore, open_store
+from jaxlc.data.tokens.store import NoText, TokenStore, open_store
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _CHECKED_TOKENS = 2**24  # at a time
@@ -62,7 +62,7 @@ def check_has_loss(sequences: PackedSequences, what: str) -> Iterator[str]:
     Args:
       what: the setting of the source, and which of its chats, for errors.
     Raises:
-      UserError: none has one.
+      NoText: none has one.
     """
     num_chunks, num_without = sequences.num_without_loss()
     rule = (
@@ -70,7 +70,7 @@ def check_has_loss(sequences: PackedSequences, what: str) -> Iterator[str]:
         " larger config.data.seq_len, or drop"
     )
     if num_without == num_chunks > 0:
-        raise UserError(f"{what}: no chat has a token in the loss, of {num_chunks:,}: {rule}")
+        raise NoText(f"{what}: no chat has a token in the loss, of {num_chunks:,}: {rule}")
     if num_without > MANY * num_chunks:
         yield (
             f"{what}: chats, or parts of chats, without a token in the loss: {num_without:,} of {num_chunks:,}"

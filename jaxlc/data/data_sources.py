@@ -31,11 +31,8 @@ def open(  # noqa: A001
     Raises:
       UserError: the data cannot be read, or does not match the config.
     """
-    config, kind = with_reference(config), _kind(config, batches, eval_batches)
-    if not config.train.eval_sequences:  # nothing is held out
-        config = dataclasses.replace(
-            config, data=dataclasses.replace(config.data, eval_fraction=0.0)
-        )
+    config = with_used_split(with_reference(config))
+    kind = _kind(config, batches, eval_batches)
     # Batches have their own tokens, so that any tokenizer may decode them.
     is_matching = is_trained and kind is not OwnBatches
     tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)
@@ -48,6 +45,13 @@ def open(  # noqa: A001
         **options,
     )
     return kind.open(config, inputs)
+
+
+def with_used_split(config: Config) -> Config:
+    """The config; in a run without evaluation, no document is held out."""
+    if config.train.eval_sequences:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, eval_fraction=0.0))
 
 
 def with_epochs(stage: Stage, source: DataSource) -> Stage:

@@ -37,7 +37,7 @@ from jaxlc.core.files import fingerprint_of, full_disk_reason, local_path, make_
 from jaxlc.core.text import gib
 from jaxlc.data import corpus
 from jaxlc.data.sequences.loader import DataSource, Inputs, SourceView
-from jaxlc.data.sequences.packing import PackedSequences, Split, epoch_order
+from jaxlc.data.sequences.packing import JoinedSequences, PackedSequences, Split, epoch_order
 from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
 from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
 from jaxlc.data.texts.sources import SourceFile, list_files
@@ -103,7 +103,7 @@ def _spans(sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
 
 
 def _urls(name: str, setting: str) -> list[str]:
-    """The files of a source; those of a disk as without a stream, by their real paths."""
+    """The files of a source. Local files are found as without a stream, and have their real paths."""
     import fsspec
 
     if name.startswith(hub.DATASET_PREFIX):
@@ -191,7 +191,7 @@ def _with_places(message: str, places: Mapping[str, Part]) -> str:
 
 
 @dataclass
-class ChunkedSequences:
+class ChunkedSequences(JoinedSequences):
     """An endless dataset: the sequences of chunks, one chunk after the other. It is thread-safe."""
 
     opener: corpus.StoreOpener
@@ -211,16 +211,6 @@ class ChunkedSequences:
     def _limit_bytes(self) -> float:
         return self.opener.config.stream_cache_gib * 2**30
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i; see `PackedSequences`."""
-        sequences, index = self.at(i)
-        return sequences[index]
-
-    def document_lengths(self, i: int) -> np.ndarray:
-        """See `PackedSequences.document_lengths`."""
-        sequences, index = self.at(i)
-        return sequences.document_lengths(index)
-
     def at(self, i: int) -> tuple[PackedSequences, int]:
         """The chunk of sequence i, and its index there.
 
@@ -234,7 +224,7 @@ class ChunkedSequences:
                 if is_counted and not bounds[-1]:
                     raise UserError(
                         f"{corpus.setting_of(self.source)}: no document has a length that the source"
-                        " uses, or all are empty"
+                        " uses, or all are empty, or no chat has a token in the loss"
                     )
                 epoch, place = divmod(i, bounds[-1]) if is_counted else (0, i)
                 number = bisect_right(bounds, place) - 1
@@ -294,13 +284,14 @@ class ChunkedSequences:
                 if not files:
                     return None
                 store = opener.open(files, fields)
+                ids = np.arange(store.num_documents)
+                split = Split(store, ids, ids[:0], 0)
+                packed = corpus.packed_train(opener, self.source, store, split)
             except NoText:
                 return None
             except UserError as error:
                 raise UserError(_with_places(str(error), places)) from error
             store.read(0, 1)  # opens the file
-        ids = np.arange(store.num_documents)
-        packed = corpus.packed_train(opener, self.source, store, Split(store, ids, ids[:0], 0))
         for line in opener.warnings:
             opener.log(f"warning: {_with_places(line, places)}")
         with self._lock:

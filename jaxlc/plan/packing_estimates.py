@@ -14,6 +14,7 @@ from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
+from jaxlc.data.data_sources import with_used_split
 from jaxlc.data.sequences.packing import best_fit
 from jaxlc.plan.program import StepProgram
 from jaxlc.simulate.packed_work import (
@@ -101,7 +102,7 @@ def read_documents(config: Config, source: str) -> Documents:
         rng = np.random.default_rng(0)
         return Documents(source, [mix_of_lengths(rng, seq_len) for _ in range(num_sequences)])
     if source == CORPUS:
-        train = open_corpus(config.data).train
+        train = open_corpus(with_used_split(config).data).train
         return Documents(
             source,
             [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))],

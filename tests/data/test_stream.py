@@ -387,6 +387,24 @@ def test_chunk_without_text_is_passed_over(tmp_path):
     assert 0 in source.train.counts(10**9)
 
 
+def test_chunk_of_chats_without_a_loss_is_passed_over(tmp_path):
+    """Prompts that are longer than a sequence, whose answers are truncated; in all chunks, they are refused."""
+    long, short = (
+        [dict(role="user", content="ask" * n), dict(role="assistant", content="answer")]
+        for n in (S, 1)
+    )
+    path = tmp_path / "a.jsonl"
+    chats = dict(paths=str(path), chat_format="messages", overlong="truncate")
+    changes = dict(data__sources=(), data__mixture=dict(chats=chats), data__chat_template="chatml")
+    path.write_bytes(lines([long] * 200 + [short] * 2000, "messages"))
+    source = opened(tmp_path, **changes)
+    assert num_sequences(source) > 0
+    assert 0 in source.train.counts(10**9)
+    path.write_bytes(lines([long] * 200, "messages"))
+    with pytest.raises(UserError, match="no document has .*, or no chat has a token in the loss"):
+        opened(tmp_path, **changes).resume({}, 0)
+
+
 def test_bad_record_is_named_by_its_place_in_the_source(tmp_path):
     (file := tmp_path / "a.jsonl").write_bytes(lines(["text"] * 4000) + b"{\n")
     for max_bad_records, words in ((0, "fix or remove this line; or skip"), (1, r"this line\)$")):

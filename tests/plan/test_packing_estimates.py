@@ -12,7 +12,7 @@ from jaxlc import plan
 from jaxlc.config import load
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
-from jaxlc.data import open_corpus
+from jaxlc.data import data_sources
 from jaxlc.plan import Plan
 from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents
 from jaxlc.plan.report import page
@@ -113,15 +113,18 @@ def test_mix_has_60_percent_in_long_documents():
     assert mix_of_lengths(rng, 512).sum() == 512
 
 
-def test_read_documents_of_corpus_equals_segments(tmp_path):
+@pytest.mark.parametrize("eval_sequences", [8, 0])
+def test_read_documents_of_corpus_equals_segments(tmp_path, eval_sequences):
+    """In a run without evaluation, no document is held out."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(40):
         (texts / f"{i}.txt").write_text("word " * (10 + 17 * i))
     config = packed_config(seq_len=512)
     config.data.update(sources=(str(texts),), cache_dir=str(tmp_path / "cache"))
+    config.train.eval_sequences = eval_sequences
     config = load(config)
-    train = open_corpus(config.data).train
+    train = data_sources.open(config, is_trained=False).train
     documents = read_documents(config, "corpus")
     assert len(documents.sequences) == min(64, train.num_sequences)
     for i, lengths in enumerate(documents.sequences):

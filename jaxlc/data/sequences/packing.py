@@ -367,7 +367,25 @@ def source_seed(seed: int | None, name: str) -> int | None:
 PERIOD = 10_000
 
 
-class MixedSequences:
+class JoinedSequences:
+    """An endless dataset whose sequences are of several `PackedSequences`."""
+
+    def at(self, i: int) -> tuple[PackedSequences, int]:
+        """The dataset that has sequence i, and its index there."""
+        raise NotImplementedError
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns sequence i; see `PackedSequences`."""
+        sequences, index = self.at(i)
+        return sequences[index]
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """See `PackedSequences.document_lengths`."""
+        sequences, index = self.at(i)
+        return sequences.document_lengths(index)
+
+
+class MixedSequences(JoinedSequences):
     """An endless dataset: `sequences[i]` for any i >= 0 is a pure function of (sources, shares, i).
 
     An epoch of the mixture ends before the first of its sources starts its second epoch.
@@ -395,17 +413,7 @@ class MixedSequences:
         # in these sequences, without padding
         self.epoch_tokens = sum(self.num_tokens_of_first(self.num_sequences))
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i; see `PackedSequences`."""
-        source, index = self._at(i)
-        return source[index]
-
-    def document_lengths(self, i: int) -> np.ndarray:
-        """See `PackedSequences.document_lengths`."""
-        source, index = self._at(i)
-        return source.document_lengths(index)
-
-    def _at(self, i: int) -> tuple[PackedSequences, int]:
+    def at(self, i: int) -> tuple[PackedSequences, int]:
         """The source of sequence i, and its index there."""
         source = self._source_of[i % PERIOD]
         return self.sources[source], int(self.num_sequences_of_first(i)[source])

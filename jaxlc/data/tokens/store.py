@@ -59,7 +59,7 @@ _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged
 
 
 class NoText(UserError):
-    """A corpus has no document that is not empty."""
+    """No document of a corpus can be trained on: all are empty, or chats without a token in the loss."""
 
 
 class StorePaths(NamedTuple):
