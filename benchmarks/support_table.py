@@ -223,16 +223,18 @@ def _rows_of_column(
         yield f"{prefix}{value}", cells
 
 
+_PROBLEM = dict(
+    platform="gpu",
+    compute_capability="9.0",
+    dtype="bfloat16",
+    head_dim=128,
+    value_dim=128,
+    window=None,
+    implicit_positions=True,
+)
+
+
 def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
-    base = dict(
-        platform="gpu",
-        compute_capability="9.0",
-        dtype="bfloat16",
-        head_dim=128,
-        value_dim=128,
-        window=None,
-        implicit_positions=True,
-    )
     rows = {
         "causal or full": {},
         "packed documents": dict(implicit_positions=False, document_ranges=True),
@@ -258,7 +260,7 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "on CPU": dict(platform="cpu", compute_capability=None),
     }
     for name, change in rows.items():
-        problem = AttentionProblem(**{**base, **change})
+        problem = AttentionProblem(**_PROBLEM | change)
         limits = (getattr(x, "limit", x.unsupported)(problem) for x in KERNELS.values())
         yield name, [limit or "yes" for limit in limits]
 
@@ -273,28 +275,20 @@ _AUTO_COLUMNS = {  # (compute capability, whether fa3 is there)
 
 
 def _auto_rows() -> Iterator[tuple[str, list[str]]]:
-    base = dict(
-        platform="gpu",
-        dtype="bfloat16",
-        head_dim=128,
-        value_dim=128,
-        window=None,
-        implicit_positions=False,
-    )
-    packed = dict(document_ranges=True)
+    ranges = dict(implicit_positions=False)
+    packed = ranges | dict(document_ranges=True)
     rows = {
-        "causal or full; sliding window of `ulysses`": dict(implicit_positions=True),
+        "causal or full; sliding window of `ulysses`": {},
         "packed documents; shared prefixes": packed,
         "packed documents with 2^31 elements": packed | dict(num_elements=2**31),
-        "sliding window of one document in a ring; packed documents with a window on one rank or in `ulysses`": dict(
-            window=4096, window_ranges=True
-        ),
-        "packed documents with a window in a ring; shared prefixes with a window; `all_gather`; decoding": {},
+        "sliding window of one document in a ring; packed documents with a window on one rank or in `ulysses`": ranges
+        | dict(window=4096, window_ranges=True),
+        "packed documents with a window in a ring; shared prefixes with a window; `all_gather`; decoding": ranges,
     }
     for name, change in rows.items():
         cells = []
         for capability, with_fa3 in _AUTO_COLUMNS.values():
-            problem = AttentionProblem(**base | dict(compute_capability=capability) | change)
+            problem = AttentionProblem(**_PROBLEM | dict(compute_capability=capability) | change)
             cells.append(f"`{_auto(problem, with_fa3)}`")
         yield name, cells
 

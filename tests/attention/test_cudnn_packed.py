@@ -7,6 +7,7 @@ offsets of queries and keys. scripts/gpu_first_contact.py compares those with th
 
 import functools
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import jax
@@ -124,21 +125,14 @@ STRATEGIES = {
 _FULL = ("ring of 2", "ring of 3", "ring of 4", "ring of 8", "ulysses")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(x, id=name, marks=pytest.mark.full if name in _FULL else ())
-        for name, x in STRATEGIES.items()
-    ],
-)
-def test_packed_strategy_matches_float64_oracle(stand_in, settings):
-    """Documents of one token, over all ranks, on one; padding; ring steps without work. Also the
-    lse's gradient.
-    """
+def assert_strategy_matches_oracle(kernel: str, context: int, **settings) -> None:
+    """The lse's gradient is compared, too."""
     qkv, segments_BT, cotangents, oracle = expected()
-    mesh = split_mesh(context=settings["context"])
-    settings = {name: value for name, value in settings.items() if name != "context"}
-    attend_split = make(AttentionConfig(kernel="cudnn", **settings), mesh, token_order="natural")
+    attend_split = make(
+        AttentionConfig(kernel=kernel, **settings),
+        split_mesh(context=context),
+        token_order="natural",
+    )
 
     def attend_packed(q, k, v):
         return attend_split(
@@ -147,6 +141,18 @@ def test_packed_strategy_matches_float64_oracle(stand_in, settings):
 
     actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
     _assert_matches(actual, oracle)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(x, id=name, marks=pytest.mark.full if name in _FULL else ())
+        for name, x in STRATEGIES.items()
+    ],
+)
+def test_packed_strategy_matches_float64_oracle(stand_in, settings):
+    """Documents of one token, over all ranks, on one; padding; ring steps without work."""
+    assert_strategy_matches_oracle("cudnn", **settings)
 
 
 @pytest.mark.parametrize("case", [
@@ -324,6 +330,37 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse, few_documents=False):
     return out, lse, *cudnn.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
 
 
+def assert_ring_in_document_order_matches_oracle(
+    kernel: str, packings: Sequence[tuple[int, ...]], context: int, few_documents: bool = True
+) -> None:
+    """Per-document sharding of rows with documents of these lengths."""
+    segments_BT = np.zeros((len(packings), TOKENS), np.int32)
+    order_BT = np.zeros((len(packings), TOKENS), np.int32)
+    for row, lengths in enumerate(packings):
+        segments_BT[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        order_BT[row] = document_layout(np.array(lengths), TOKENS, context, block_tokens=4).order
+    q, k, v, dout = inputs(batch=len(packings))
+    dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
+    attend_ring = make(
+        AttentionConfig(strategy="ring", kernel=kernel),
+        split_mesh(context=context),
+        few_documents=few_documents,
+    )
+    segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
+
+    def attend_packed(q, k, v):
+        return attend_ring(
+            q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q))
+        )
+
+    operands = [_reordered(x, order_BT) for x in (q, k, v)]
+    cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
+    actual = jax.jit(functools.partial(_results, attend_packed))(operands, cotangents)
+    inverse_BT = np.argsort(order_BT, axis=1)
+    actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
+    _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+
+
 @pytest.mark.parametrize("few_documents", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("context", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context, few_documents):
@@ -343,32 +380,7 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context,
         (12,) * 8,
     ]
     packings += [(15, 5, 8, 6, 12, 11, 9, 5, 3, 4, 13), (1, 17, 9, 1, 1, 23, 2, 30, 4, 6)]
-    segments_BT = np.zeros((len(packings), TOKENS), np.int32)
-    order_BT = np.zeros((len(packings), TOKENS), np.int32)
-    for row, lengths in enumerate(packings):
-        segments_BT[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-        order_BT[row] = document_layout(np.array(lengths), TOKENS, context, block_tokens=4).order
-    q, k, v, dout = inputs(batch=len(packings))
-    dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
-
-    attend_ring = make(
-        AttentionConfig(strategy="ring", kernel="cudnn"),
-        split_mesh(context=context),
-        few_documents=few_documents,
-    )
-    segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
-
-    def attend_packed(q, k, v):
-        return attend_ring(
-            q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q))
-        )
-
-    operands = [_reordered(x, order_BT) for x in (q, k, v)]
-    cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
-    actual = jax.jit(functools.partial(_results, attend_packed))(operands, cotangents)
-    inverse_BT = np.argsort(order_BT, axis=1)
-    actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
-    _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+    assert_ring_in_document_order_matches_oracle("cudnn", packings, context, few_documents)
 
 
 def test_two_calls_of_a_ring_step_match_reference(stand_in):

@@ -26,14 +26,14 @@ from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import attention_kernel
 from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
 from jaxlc.plan.program import workspace_bytes
-from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
 from tests.attention.test_cudnn_packed import (
+    STRATEGIES,
     _assert_matches,
-    _reordered,
     _results,
-    expected,
+    assert_ring_in_document_order_matches_oracle,
+    assert_strategy_matches_oracle,
     float64_oracle,
     random_segments,
 )
@@ -88,13 +88,6 @@ def test_more_queries_than_keys_raise():
         fa3.forward(q, k[:, :30], v[:, :30], None, AttentionSpec())
 
 
-STRATEGIES = {
-    "one rank": dict(context=1, strategy="ring"),
-    "ring of 4": dict(context=4, strategy="ring"),
-    "hybrid": dict(context=4, strategy="hybrid", ulysses_degree=2),
-}
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -105,44 +98,13 @@ STRATEGIES = {
 )
 def test_packed_strategy_matches_float64_oracle(stand_in, settings):
     """As cuDNN's: rows without keys, keys without queries, documents of one token, and loops."""
-    qkv, segments_BT, cotangents, desired = expected()
-    mesh = split_mesh(context=settings["context"])
-    settings = {name: value for name, value in settings.items() if name != "context"}
-    attend_split = make(AttentionConfig(kernel="fa3", **settings), mesh, token_order="natural")
-
-    def attend_packed(q, k, v):
-        return attend_split(
-            q, k, v, attend_split.prepare(None, jnp.asarray(segments_BT), jax.typeof(q))
-        )
-
-    actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
-    _assert_matches(actual, desired)
+    assert_strategy_matches_oracle("fa3", **settings)
 
 
 def test_packed_ring_in_document_order_matches_float64_oracle(stand_in):
     """Ranks have documents in different orders, so ring steps gather keys."""
     packings = [(96,), (40, 3, 29, 24), (61,), (15, 5, 8, 6, 12, 11, 9, 5, 3, 4, 13)]
-    segments_BT = np.zeros((len(packings), TOKENS), np.int32)
-    order_BT = np.zeros((len(packings), TOKENS), np.int32)
-    for row, lengths in enumerate(packings):
-        segments_BT[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-        order_BT[row] = document_layout(np.array(lengths), TOKENS, 4, block_tokens=4).order
-    q, k, v, dout = inputs(batch=len(packings))
-    dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
-    config = AttentionConfig(strategy="ring", kernel="fa3")
-    attend_ring = make(config, split_mesh(context=4), few_documents=True)
-    segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
-
-    def attend_packed(q, k, v):
-        ranges = attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q))
-        return attend_ring(q, k, v, ranges)
-
-    operands = [_reordered(x, order_BT) for x in (q, k, v)]
-    cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
-    actual = jax.jit(functools.partial(_results, attend_packed))(operands, cotangents)
-    inverse_BT = np.argsort(order_BT, axis=1)
-    actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
-    _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+    assert_ring_in_document_order_matches_oracle("fa3", packings, context=4)
 
 
 def test_ring_step_with_keys_in_another_order_matches_reference(stand_in):
