@@ -90,7 +90,7 @@ def sources() -> dict[str, Source]:
 
 
 def runs(path: Path = _DATA) -> tuple[PublishedRun, ...]:
-    """All runs, in the order of the file: published ones, or those of `MEASURED`."""
+    """All runs, in the order of the file: the published ones, or the steps in `MEASURED`."""
     return tuple(PublishedRun(**values) for values in _read(path)["runs"])
 
 

@@ -13,10 +13,10 @@ Masks are causal, aligned to the last key, with a window of `window_size_left` +
 Packed documents
 ----------------
 A variable-length call has offsets only: segment i has the queries q_offsets[i] to q_offsets[i + 1] and the keys
-kv_offsets[i] to kv_offsets[i + 1]. Calls, and the documents of each, are those of `cudnn_packed`. Before each document
-the gap is a segment of queries without keys, and one of keys without queries. Both offsets ascend, but a ring step may
-have its documents in another order of keys than of queries. So without a causal mask, the keys of a call are gathered
-in the order of its queries.
+kv_offsets[i] to kv_offsets[i + 1]. `cudnn_packed` decides which calls there are and which documents each has. Before
+each document the gap is a segment of queries without keys, and one of keys without queries. Both offsets ascend, but a
+ring step may have its documents in another order of keys than of queries. So without a causal mask, the keys of a call
+are gathered in the order of its queries.
 
 The number of segments is static, 3 for each document that a call can take. The backward has 128 rows of scratch for
 each, so the smallest size of documents is larger than cuDNN's. Gaps may be longer than `max_seqlen`: the kernel need
@@ -140,8 +140,8 @@ def forward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpe
     """See `contract.Kernel.forward`; out is in q's dtype.
 
     Args:
-      ranges: as `cudnn.forward` takes them. With a window, each document's keys ascend with its queries, and those of
-        different documents are disjoint.
+      ranges: as `cudnn.forward` takes them. With a window, each document's keys ascend with its queries, and no two
+        documents share a key.
     Raises:
       Unsupported: a causal call without ranges that has more queries than keys.
     """
@@ -333,11 +333,11 @@ class _Segments:
         )
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """The rows of k or v in the order of the segments; any rows after those of documents."""
+        """The rows of k or v in the order of the segments; then undefined rows."""
         return self._moved(x, self.begin, self.kv_start)
 
     def scattered(self, dx: jax.Array) -> jax.Array:
-        """The inverse, of gradients; any rows for keys of no document."""
+        """The inverse, of gradients; undefined for keys of no document."""
         return self._moved(dx, self.kv_start, self.begin)
 
     def _moved(self, x: jax.Array, start_D: jax.Array, from_D: jax.Array) -> jax.Array:

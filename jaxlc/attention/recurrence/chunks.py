@@ -373,8 +373,8 @@ def _split(g: jax.Array, dtype) -> jax.Array:
     most 1/2. So the difference of two large sums is accurate.
 
     Args:
-      dtype: of the tokens. With bfloat16, one term [1, ...]: rounding errors of its sums are not larger than those of
-        bfloat16.
+      dtype: of the tokens. With half precision, one term [1, ...]: the rounding errors of its sums are smaller than
+        rounding to half precision.
     """
     # exponentials of smaller gates are 0 as well
     g = jnp.maximum(g, 1.1 * math.log(jnp.finfo(g.dtype).smallest_subnormal))
