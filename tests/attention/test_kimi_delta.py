@@ -102,7 +102,7 @@ def values_and_gradients(function, arrays):
     "gates, context, dtype",
     [
         ("mixed", 4, "float64"),
-        ("mixed", 1, "float32"),
+        pytest.param("mixed", 1, "float32", marks=pytest.mark.full),
         pytest.param("-5", 1, "float64", marks=pytest.mark.full),
         pytest.param("-50", 1, "float64", marks=pytest.mark.full),
         pytest.param("-1000", 4, "float64", marks=pytest.mark.full),
