@@ -22,8 +22,6 @@ import numpy as np
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import parse_json
 from jaxlc.core.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import DEVICES
@@ -47,7 +45,6 @@ _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
 _MAX_SHARE = 1e-3  # of the time, for the measurements of devices
 _REPEATS = 3
-_MAX_ROWS = 2**17  # that `read_times` returns; 0.2 GB
 _DIGITS = 6  # after the decimal point of published seconds: the file has a row per process
 NUM_PRODUCTS = 16  # one after the other, in one measurement
 # Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of
@@ -218,36 +215,6 @@ def _without_wait(row: Times, first: Times) -> Times:
     the directory after its copy."""
     waited = max(0.0, first.phases[_COPIED] - row.phases[_COPIED])
     return row._replace(phases=row.phases | {_WRITTEN: max(0.0, row.phases[_WRITTEN] - waited)})
-
-
-def read_times(workdir: Path) -> list[list[Times]]:
-    """The measurements of a run, in the order of their steps; of steps that were repeated, the last
-    one.
-
-    Of more than _MAX_ROWS times of processes, every n-th measurement: those of a long run of 1,024
-    processes would take several GB.
-
-    Raises:
-      UserError: the file is damaged.
-    """
-    path = workdir / TIMES_FILE
-    if not path.exists():
-        return []
-    with path.open(errors="replace") as file:
-        num_rows = sum(line.count('"process_id"') for line in file)
-    period = -(-num_rows // _MAX_ROWS)
-    with path.open(errors="replace") as file:
-        lines = [
-            line
-            for count, line in enumerate(file)
-            if line.endswith("\n") and count % max(1, period) == 0
-        ]
-    try:
-        rows = [[Times(**row) for row in parse_json(line)] for line in lines]
-    except (ValueError, TypeError) as error:
-        raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
-    by_step = {step_rows[0].step: step_rows for step_rows in rows if step_rows}
-    return [by_step[step] for step in sorted(by_step)]
 
 
 def times_of(rows: Iterable[Times], cause: str) -> Iterator[tuple[Times, int | None, float]]:

@@ -27,7 +27,6 @@ from jaxlc.posttrain.traces import records_of
 from jaxlc.search import ranking
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import read_rows
-from jaxlc.train.stragglers import read_times
 from tests.fuzz import stored_files
 
 CONFIG_JSON = dict(
@@ -237,16 +236,6 @@ _TOOL_CHAT = dict(
     ],
     tools=[dict(type="function", function=dict(name="f"))],
 )
-_TIMES = [
-    dict(
-        process_id=0,
-        host="a",
-        step=1,
-        seconds=1.0,
-        devices=dict(product=[0.1]),
-        phases=dict(data=0.1),
-    )
-]
 _SCORE = dict(
     task="needle",
     haystack="",
@@ -339,9 +328,6 @@ READERS = {
         "metrics.jsonl",
         lambda: _lines_of(dict(step=1, loss=2.5), dict(step=2, loss=2.25)),
         lambda path: read_rows(path / "metrics.jsonl"),
-    ),
-    "process times": _one(
-        "process_times.jsonl", lambda: _json(_TIMES) + b"\n", read_times, is_json=True
     ),
     "scores": _one("scores.jsonl", lambda: _json(_SCORE), read_scores, is_json=True),
     "search results": _one(

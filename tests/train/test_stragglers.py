@@ -7,8 +7,7 @@ import pytest
 
 from jaxlc.train import stragglers
 from jaxlc.train.reports.metrics import read_rows
-from jaxlc.train.stragglers import Times, read_times, slow_ones
-from tests.helpers import png_size
+from jaxlc.train.stragglers import Times, slow_ones
 from tests.train import runs
 
 # The data of process 1 is slow, and process 0 copies its checkpoints slowly.
@@ -82,28 +81,6 @@ def test_slow_ones_without_stragglers_is_empty(rows):
     assert slow_ones(rows, 1.5, 2e-4) == []
 
 
-def test_read_times_keeps_the_last_of_repeated_steps(tmp_path):
-    lines = [
-        [row(0)._replace(step=step, seconds=seconds)._asdict()]
-        for step, seconds in ((4, 1), (8, 2), (4, 3))
-    ]
-    (tmp_path / stragglers.TIMES_FILE).write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
-    assert [(rows[0].step, rows[0].seconds) for rows in read_times(tmp_path)] == [(4, 3), (8, 2)]
-
-
-def test_read_times_of_many_rows_keeps_some_measurements(tmp_path, monkeypatch):
-    monkeypatch.setattr(stragglers, "_MAX_ROWS", 20)
-    lines = [
-        [row(process_id)._replace(step=step)._asdict() for process_id in range(10)]
-        for step in range(6)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / stragglers.TIMES_FILE).write_text(text + "[{")  # the last line is torn
-    assert [rows[0].step for rows in read_times(tmp_path)] == [0, 3]
-
-
 @pytest.mark.heavy
 def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     path = runs.write_config(tmp_path)
@@ -120,10 +97,10 @@ def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     assert {row["slowest/process"] for row in rows if "slowest/process" in row} <= {0, 1}
     assert any(row.get("slowest/ratio", 0) > 1.5 for row in rows)
     assert all(row["checkpoint/seconds"] > 0 for row in rows if row["step"] in (5, 9))
-    times = read_times(tmp_path / "run")
+    lines = (tmp_path / "run" / stragglers.TIMES_FILE).read_text().splitlines()
+    times = [[Times(**row) for row in json.loads(line)] for line in lines]
     assert [rows[0].step for rows in times][:2] == [4, 8] and len(times[0]) == 2
     assert all(
         len(process.devices["product"]) == 4 and process.phases["devices"] > 0
         for process in times[0]
     )
-    assert png_size(tmp_path / "run" / "process_times.png")[0] > 800

@@ -18,8 +18,7 @@ from jaxlc.config.models.model_schema import ModelConfig, model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, parse_json
+from jaxlc.core.files import displayed
 from jaxlc.core.text import count_text, duration_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource
@@ -35,7 +34,6 @@ from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.manifest import CONFIG_COPY
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, flops_text
-from jaxlc.train.stragglers import read_times
 
 _MANY_LAYERS = 24  # in the compiled program
 _OPTIMIZERS = dict(adamw="AdamW", muon="Muon and AdamW")
@@ -332,34 +330,8 @@ def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
         file.write(json.dumps(dict(step=step, loads=loads)) + "\n")
 
 
-def read_loads(workdir: Path) -> dict[int, np.ndarray]:
-    """Step -> load_LE, in the order of the steps; empty without a file. A run that was resumed
-    writes steps again.
-
-    Raises:
-      UserError: a line, other than a truncated last one, is not such a row.
-    """
-    path = workdir / LOADS_FILE
-    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
-    loads: dict[int, np.ndarray] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line)
-            step, load_LE = int(row["step"]), np.array(row["loads"], np.float32)
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"line {number} of {path} has no loads of experts: remove that line"
-            ) from error
-        loads = {earlier: x for earlier, x in loads.items() if earlier < step} | {step: load_LE}
-    return loads
-
-
-LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = (
-    "loss.png",
-    "loss_by_position.png",
-    "optimizer.png",
-)
-REWARD_PLOT, TIMES_PLOT, EXPERTS_PLOT = "reward.png", "process_times.png", "experts.png"
+LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
+OPTIMIZER_PLOT, REWARD_PLOT = "optimizer.png", "reward.png"
 
 
 def write_report(
@@ -438,12 +410,6 @@ def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -
         figures[REWARD_PLOT] = plots.reward_figure(rows)
     if evaluation is not None:
         figures[LOSS_BY_POSITION_PLOT] = plots.loss_by_position_figure(evaluation)
-    if (measurements := read_times(workdir)) and (
-        figure := plots.times_figure(measurements)
-    ) is not None:
-        figures[TIMES_PLOT] = figure
-    if loads := read_loads(workdir):
-        figures[EXPERTS_PLOT] = plots.experts_figure(loads)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
     return [
