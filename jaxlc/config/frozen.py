@@ -149,6 +149,8 @@ SECTIONS: dict[str, type] = {"model": ModelConfig, **typing.get_type_hints(RunCo
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = {section: _plain(getattr(config, section)) for section in SECTIONS}
+    if config.train.epochs:  # the steps are not known yet
+        values["train"]["steps"] = 0
     for section, name in NAMED_PARTS:
         values[section][name] = {
             part.pop("name"): part for part in map(_plain, values[section][name])

@@ -159,16 +159,13 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def _length(train: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The length of a run in steps; the default with train.epochs, whose steps are not known before
-    the data is read.
+    """The length of a run in steps, if it is given in tokens. With train.epochs, whose steps are
+    not known before the data is read, and without a length, it is the default.
 
     Raises:
       UserError: it is given twice.
     """
     given = {name: train[name] for name in ("steps", "tokens", "epochs") if train.get(name)}
-    default = TrainConfig().steps
-    if len(given) > 1 and given.get("steps") == default:
-        del given["steps"]
     if len(given) > 1:
         settings = " and ".join(f"config.train.{name}={value}" for name, value in given.items())
         raise UserError(
@@ -177,7 +174,7 @@ def _length(train: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]
     if given.get("tokens", 0) > 0:
         steps = -(-given["tokens"] // _tokens_per_step(train, data))
         return dict(steps=steps, tokens=0)
-    return dict(steps=default) if "epochs" in given else {}
+    return dict(steps=TrainConfig().steps) if "epochs" in given else {}
 
 
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:

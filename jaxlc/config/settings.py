@@ -196,10 +196,10 @@ def is_part(hint: Any) -> bool:
 
 
 def is_placeholder(path: str) -> bool:
-    """Whether the setting is None until it is set: its default comes from the preset or from
-    model.init_from.
+    """Whether the setting is None until it is set: its default comes from the preset, from
+    model.init_from, or from other lengths of the run.
     """
-    return path in ("data.tokenizer", "data.start_token") or (
+    return path in ("data.tokenizer", "data.start_token", "train.steps") or (
         path.startswith("model.")
         and not path.startswith("model.kinds")
         and not is_part(hint_at(path))
@@ -419,7 +419,7 @@ def defaults() -> Settings:
 
     `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the
     preset" until set. `data.tokenizer` is a placeholder that means the tokenizer of
-    `model.init_from`, or bytes.
+    `model.init_from`, or bytes; `train.steps` means the default if no other length is set.
     """
     return Settings()
 

@@ -54,6 +54,7 @@ class Position:
     state: TrainState
     step: int  # optimizer steps done
     next_sequence: int  # index of the first training sequence of the stage that no step has used
+    num_tokens: int = 0  # of these steps, over all devices, padding included
     evaluation: Evaluation | None = None  # None: the parameters were not evaluated
     rows: Sequence[dict[str, Any]] = ()  # of metrics.jsonl, which may not have them yet
 

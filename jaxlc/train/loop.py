@@ -327,7 +327,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         del position  # frees the memory of the state
         position = next_position()
     with guard:  # the last checkpoint may still be written
-        return run.finish(stages, position, stop)
+        return run.finish(position, stop)
 
 
 def _open_metrics(
@@ -385,7 +385,10 @@ def _train(
             reports.pending.dispatching()
             state, metrics = profiled_step(step, position.state, with_reference(Batch(**arrays)))
             position = Position(
-                state=state, step=step, next_sequence=position.next_sequence + batch_size
+                state=state,
+                step=step,
+                next_sequence=position.next_sequence + batch_size,
+                num_tokens=position.num_tokens + stage.config.tokens_per_step,
             )
             reports.pending.add(step, metrics)
             stop = guard.stop()

@@ -5,7 +5,7 @@ the run. Only one run at a time writes to a workdir.
 import contextlib
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
 from jaxlc.train.reports.run_report import write_report
 from jaxlc.train.result import Result
-from jaxlc.train.stage_setup import ROLLOUTS, Outputs, PreparedStage, num_tokens_until
+from jaxlc.train.stage_setup import ROLLOUTS, Outputs, PreparedStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +264,7 @@ class StageRun(Outputs):
         return dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
+            num_tokens=position.num_tokens,
             corpus=stage.source.fingerprint,
             config=to_dict(stage.config),
             stage=dict(name=stage.name, first_step=stage.first_step),
@@ -283,7 +284,7 @@ class StageRun(Outputs):
         before = (step - 1) // every * every if every else 0
         return {ROLLOUTS: self.stage.source.train.digests(range(before + 1, step + 1))}
 
-    def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
+    def finish(self, end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the
         checkpoints.
         """
@@ -296,10 +297,9 @@ class StageRun(Outputs):
                 with self.progress.progress_bar("evaluating with limited context") as update:
                     evaluation = evaluator.with_context_gain(end.state.params, evaluation, update)
             if jax.process_index() == 0:
-                num_tokens = num_tokens_until(stages, end.step)
                 times = self.progress.waiting_share, self.progress.seconds_to_first_step
                 self.progress.log(
-                    write_report(self.workdir, end.step, num_tokens, evaluation, *times)
+                    write_report(self.workdir, end.step, end.num_tokens, evaluation, *times)
                 )
         self.checkpoints.close(is_done=stop is Stop.DONE)
         self.metrics.close()

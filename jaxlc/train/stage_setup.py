@@ -379,7 +379,10 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
     check_position(stages, step, meta)
     stage = stage_after(stages, step)
-    rows = meta.get("rows", ())
+    num_tokens = meta.get("num_tokens", num_tokens_until(stages, step))
+    position = functools.partial(
+        Position, step=step, num_tokens=num_tokens, rows=meta.get("rows", ())
+    )
     if 0 < step == stage.first_step:
         if (before := stage_until(stages, step)).missing_evaluations(step, outputs.checkpoints):
             progress.log(
@@ -388,10 +391,10 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
             del state, restored  # frees their memory
             restored = _restored([before], outputs)  # on the mesh of the stage before
             assert restored is not None
-            return Position(state=restored[0], step=step, next_sequence=meta["next_row"], rows=rows)
+            return position(state=restored[0], next_sequence=meta["next_row"])
         _check_gate(stages, stage, outputs.checkpoints.evaluation(step), directory)
         progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
-        return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
+        return position(state=_first_state(stage, state), next_sequence=0)
     for line in resume_lines(
         stage.config, workdir, stage.source.fingerprint, step, meta, stage.name
     ):
@@ -405,7 +408,7 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         if stage.config.rollouts.source
         else meta["next_row"]
     )
-    return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
+    return position(state=state, next_sequence=next_sequence)
 
 
 def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:
@@ -448,7 +451,8 @@ def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> T
 def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
     """Tokens of the first `step` optimizer steps, over all devices, padding included.
 
-    An earlier run may have trained beyond the last stage: these steps count as steps of that stage.
+    It is for checkpoints of earlier versions, which do not have this number. An earlier run may have trained beyond the
+    last stage: these steps count as steps of that stage.
     """
     ends = [*(stage.end_step for stage in stages[:-1]), step]
     return sum(

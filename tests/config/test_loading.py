@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.models.model_schema import RopeConfig
+from jaxlc.config.schema import TrainConfig
 from jaxlc.core.errors import UserError
 from tests.advice import changed, rejected
 
@@ -63,7 +64,7 @@ def test_load_partial_config_fills_defaults():
         ("model", "num_layer", 3, "did you mean config.model.num_layers?"),
         ("train", "steps", 3.5, "invalid value 3.5 for config.train.steps: expected an integer"),
         ("train", "steps", True, "invalid value True for config.train.steps: expected an integer"),
-        ("train", "steps", None, "invalid value None for config.train.steps: expected an integer"),
+        ("train", "seed", None, "invalid value None for config.train.seed: expected an integer"),
         (
             "optimizer",
             "learning_rate",
@@ -155,7 +156,7 @@ def test_settings_of_wrong_type_raise_at_assignment(value):
         UserError, match=f"invalid value {value!r} for config.train.steps: expected an integer"
     ):
         config.train.steps = value
-    assert config.train.steps == defaults().train.steps
+    assert load(config).train.steps == TrainConfig().steps
 
 
 def test_load_accepts_integral_float_and_string_of_plain_config():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.config import read_config
+from jaxlc.config import load, read_config
 from jaxlc.train.reports.metrics import MetricsLog
 from tests.train import runs
 
@@ -146,6 +146,10 @@ def test_run_resumed_with_another_length_says_that_sequences_differ(config, half
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train(config, workdir, data__seq_len=144)
     assert "training continues with different sequences" in output
+    steps = int(re.findall(r"resuming from step (\d+)", output)[0])
+    loaded = load(read_config(str(config)))
+    num_tokens = loaded.train.global_batch_size * (steps * loaded.data.seq_len + (12 - steps) * 144)
+    assert f"trained         12 steps, {num_tokens:,} tokens" in output
 
 
 @pytest.mark.full

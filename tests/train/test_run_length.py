@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from jaxlc.config import defaults, load
-from jaxlc.config.frozen import Stage
+from jaxlc.config.frozen import Stage, to_dict
+from jaxlc.config.schema import TrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import data_sources
 from jaxlc.train.reports.manifest import stored_settings
@@ -28,6 +30,11 @@ def test_train_tokens_are_rounded_up_to_steps():
     "lengths, problem",
     [
         (dict(steps=7, tokens=9), r"config\.train\.steps=7 and config\.train\.tokens=9 are set"),
+        (
+            dict(steps=100, tokens=9),
+            r"config\.train\.steps=100 and config\.train\.tokens=9 are set",
+        ),
+        (dict(steps=100, epochs=2.0), r"steps=100 and config\.train\.epochs=2\.0 are set"),
         (dict(steps=7, epochs=2.0), r"train\.steps=7 and config\.train\.epochs=2\.0 are set: keep"),
         (dict(steps=0, tokens=9, epochs=2.0), r"train\.tokens=9 and config\.train\.epochs=2\.0"),
         (dict(steps=0), r"invalid value 0 for config\.train\.steps: expected at least 1"),
@@ -38,6 +45,14 @@ def test_two_lengths_or_none_are_refused(lengths: dict, problem: str):
     config.train.update(lengths)
     with pytest.raises(UserError, match=problem):
         load(config)
+
+
+def test_loaded_config_of_epochs_loads_again():
+    config = defaults()
+    config.train.epochs = 2.0
+    loaded = load(config)
+    assert load(loaded) == load(ConfigDict(to_dict(loaded))) == loaded
+    assert load(defaults()).train.steps == TrainConfig().steps
 
 
 def test_epochs_of_a_mixture_end_before_a_source_repeats(tmp_path: Path):
