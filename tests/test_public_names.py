@@ -45,7 +45,6 @@ FUNCTIONS = {  # name -> parameters
     "jaxlc.generate": "source prompts max_tokens temperature top_p stop seed step mesh chunk_tokens stream chat",
     "jaxlc.load": "workdir step mesh model loss",
     "jaxlc.make_mesh": "data fsdp context tensor devices",
-    "jaxlc.plan.mesh_figure": "mesh topology",
     "jaxlc.plan.plan": "config topology devices_per_process host_memory_gib advise constants evaluation"
     " document_lengths starting",
     "jaxlc.profile.compare": "trace plan topology constants num_steps",
@@ -55,7 +54,7 @@ FUNCTIONS = {  # name -> parameters
     "jaxlc.train.run": "config workdir model loss optimizer batches eval_batches callbacks",
 }
 CLASSES = {  # name -> attributes
-    "jaxlc.plan.Plan": "config from_json links_figure memory_figure mesh_figure save timeline_figure title to_json",
+    "jaxlc.plan.Plan": "config from_json links_figure memory_figure save timeline_figure title to_json",
     "jaxlc.train.Callback": "on_checkpoint on_end on_evaluation on_log on_start on_step",
     "jaxlc.train.History": "",
     "jaxlc.train.LanguageModel": "loss",

@@ -36,7 +36,6 @@ _NAMES = {  # heading -> public names
     "Plans": (
         "jaxlc.plan.plan",
         "jaxlc.plan.Plan",
-        "jaxlc.plan.mesh_figure",
         "jaxlc.sweep.load",
         "jaxlc.profile.compare",
     ),

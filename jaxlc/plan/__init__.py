@@ -1,30 +1,23 @@
 """Ahead-of-time planning: compiles the training step for absent GPUs; reports memory, collectives,
 estimated time.
 
-`plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `mesh_figure`
-draws a mesh without compiling.
+`plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one.
 """
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc.config import Config, RuntimeConfig
-from jaxlc.core import errors
 from jaxlc.core.errors import checked
 from jaxlc.plan.result import Plan, plan_step
 from jaxlc.runtime.start import start
-from jaxlc.sharding.mesh import all_sizes
 from jaxlc.simulate.roofline import from_file
 from jaxlc.simulate.topology import topology as topology_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["Plan", "mesh_figure", "plan"]
+__all__ = ["Plan", "plan"]
 
 
 @checked
@@ -79,24 +72,3 @@ def plan(
 
         return with_advice(result, config, gpus, starting, roofline)
     return result
-
-
-@checked
-def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
-    """Draws a mesh on the nodes and NVLink domains of its GPUs: which ranks communicate, and over which links.
-
-    `Plan.mesh_figure` adds the bytes of the compiled step. Compiles nothing.
-
-    Args:
-      mesh: sizes of mesh axes; missing axes have size 1: {"context": 8, "tensor": 8}.
-      topology: target GPUs, such as "h100:8x8".
-    Returns:
-      A matplotlib Figure.
-    Raises:
-      UserError: matplotlib is not installed, an axis or GPU is unknown, or the mesh and the topology have different
-        numbers of devices.
-    """
-    errors.require("matplotlib", "a figure of the mesh")
-    from jaxlc.plan import figures
-
-    return figures.mesh_figure(all_sizes(mesh), topology_of(topology))

@@ -30,7 +30,7 @@ from jaxlc.posttrain.traces import with_reference
 from jaxlc.simulate.roofline import Interval, Roofline, range_text, seconds_text, two_digits
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import layer_timeline, predict
-from jaxlc.simulate.topology import Topology, make_mesh, topology
+from jaxlc.simulate.topology import Topology, make_mesh
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep, build_step, layer_kernels
 
@@ -101,7 +101,7 @@ class Plan(PlanRecord):
         headings = {"Memory": self.memory_figure}
         if self.layer_timeline:
             headings[f"Timeline of {self._layers_of_timeline}"] = self.timeline_figure
-        headings |= {"Communication": self.links_figure, "Mesh": self.mesh_figure}
+        headings["Communication"] = self.links_figure
         svgs = {heading: _figures("a figure").svg(figure()) for heading, figure in headings.items()}
         return report.fragment(self, svgs, str(self), totals)
 
@@ -153,12 +153,6 @@ class Plan(PlanRecord):
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
         return _figures("a figure of communication").links_figure(
             self.collectives, self.predicted, self.title
-        )
-
-    def mesh_figure(self) -> "Figure":
-        """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
-        return _figures("a figure of the mesh").mesh_figure(
-            self.mesh, topology(self.topology), self.collectives
         )
 
     @property

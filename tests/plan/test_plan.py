@@ -327,7 +327,7 @@ def test_links_figure_has_all_bytes_and_exposed_seconds(result):
 def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_path):
     result.save(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
-    assert text.startswith("<!doctype html>") and text.count("<svg") == 4
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 3
     assert ">fits</span>" in text and "estimated: about" in text and "VERDICT: fits" in text
     assert "<script" not in text and "@import" not in text and "src=" not in text
     links = set(re.findall(r'href="([^"]*)"', text)) | set(re.findall(r"url\(([^)]*)\)", text))
