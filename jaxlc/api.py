@@ -217,7 +217,8 @@ def evaluate(
       jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
         or `out` has predictions of other settings.
     """
-    checked_settings, target = eval_settings(settings), local_path(out) if out else None
+    checked_settings = eval_settings(settings)
+    target = local_path(out) if out else None
 
     if isinstance(source, (str, os.PathLike)):
         check_before_loading(source, checked_settings)

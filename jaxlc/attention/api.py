@@ -221,7 +221,9 @@ def dot_product_attention(
       Unsupported: an argument is unsupported over a split sequence; the message names it.
       UserError: shapes or dtypes do not match, or do not split over the mesh.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query = jnp.asarray(query)
+    key = jnp.asarray(key)
+    value = jnp.asarray(value)
     _check_operands(query, key, value, bias, mask)
     causal, window = _causal_window(is_causal, local_window_size)
     lengths = _sequence_lengths(query, causal, query_seq_lengths, key_value_seq_lengths)

@@ -271,7 +271,8 @@ def merge(
     max_BNT = jnp.maximum(lse_a_BNT, lse_b_BNT)
     is_empty_BNT = jnp.isneginf(max_BNT)
     max_BNT = jnp.where(is_empty_BNT, 0.0, max_BNT)
-    weight_a_BNT, weight_b_BNT = jnp.exp(lse_a_BNT - max_BNT), jnp.exp(lse_b_BNT - max_BNT)
+    weight_a_BNT = jnp.exp(lse_a_BNT - max_BNT)
+    weight_b_BNT = jnp.exp(lse_b_BNT - max_BNT)
     total_BNT = jnp.where(is_empty_BNT, 1.0, weight_a_BNT + weight_b_BNT)
 
     def per_query(x_BNT):

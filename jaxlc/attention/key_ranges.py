@@ -74,14 +74,13 @@ def key_ranges(
     O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see
     the docstring of the module; it is not checked.
     """
-    q_segments_BT, k_segments_BS = queries.segments_BT, keys.segments_BT
+    q_segments_BT = queries.segments_BT
+    k_segments_BS = keys.segments_BT
     if q_segments_BT is None:
         if not spec.causal:
             return None
-        q_segments_BT, k_segments_BS = (
-            jnp.ones_like(queries.positions_BT),
-            jnp.ones_like(keys.positions_BT),
-        )
+        q_segments_BT = jnp.ones_like(queries.positions_BT)
+        k_segments_BS = jnp.ones_like(keys.positions_BT)
     own = _ranges_in_documents(
         q_segments_BT, queries, keys._replace(segments_BT=k_segments_BS), spec
     )
@@ -97,7 +96,8 @@ def _ranges_in_documents(
     """The ranges of queries over the keys whose segment ids are `documents_BT`."""
     first_BT, end_BT = jax.vmap(_document_ranges)(documents_BT, keys.segments_BT)
     if spec.causal:
-        bisect, document_end_BT = jax.vmap(_first_key_from), end_BT
+        bisect = jax.vmap(_first_key_from)
+        document_end_BT = end_BT
         end_BT = bisect(keys.positions_BT, queries.positions_BT + 1, first_BT, document_end_BT)
         if spec.window is not None:
             first_BT = bisect(
@@ -351,7 +351,8 @@ def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | No
     def blocks_before(index, rounding):  # counts blocks of the other side
         return (jnp.clip(index, 0, other.num_tokens) + rounding) // other.block
 
-    start, end = blocks_before(first - back, 0), blocks_before(last + ahead + 1, other.block - 1)
+    start = blocks_before(first - back, 0)
+    end = blocks_before(last + ahead + 1, other.block - 1)
     full = jnp.clip(blocks_before(last - back, other.block - 1), start, end)
     full_end = jnp.clip(blocks_before(first + ahead + 1, 0), full, end)
     two_ranges = (

@@ -98,7 +98,8 @@ class GroupState(NamedTuple):
             x_btnH = lax.all_to_all(
                 x_btnH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True
             )
-        before, after = x_btnH.shape[:tokens_dim], x_btnH.shape[tokens_dim + 1 :]
+        before = x_btnH.shape[:tokens_dim]
+        after = x_btnH.shape[tokens_dim + 1 :]
         return jnp.moveaxis(
             x_btnH.reshape(*before, self.num_tile_subchunks, -1, *after), tokens_dim, 0
         )
@@ -182,7 +183,8 @@ class GroupState(NamedTuple):
             """dq_btnH of this step, and dblock with this step's dk and dv added."""
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
             q, out, lse, dout = (_at(x, step.query_subchunk) for x in queries)
-            ranges, results = self._ranges(step), QueryResults(out, lse, dout, jnp.zeros_like(lse))
+            ranges = self._ranges(step)
+            results = QueryResults(out, lse, dout, jnp.zeros_like(lse))
             dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, results)
             total = self.slice_kv(
                 dblock, step.first_kv_subchunk, step.num_kv_subchunks
@@ -231,7 +233,8 @@ class GroupState(NamedTuple):
 
     def _own_block_steps(self, run_step: Callable, carry):
         """Runs the steps for the fully visible sub-chunks of the group's own block."""
-        per_step, spec = self.subchunks_per_step, self.spec.not_causal
+        per_step = self.subchunks_per_step
+        spec = self.spec.not_causal
 
         def long_step(subchunk, number, carry):
             return run_step(KVBlockStep(subchunk, number * per_step, per_step, 0, spec), carry)
@@ -258,7 +261,8 @@ class GroupState(NamedTuple):
         attend to the whole block of a later group. As in ring.py, `jnp.where` selects between the
         two.
         """
-        per_step, spec = self.subchunks_per_step, self.spec.not_causal
+        per_step = self.subchunks_per_step
+        spec = self.spec.not_causal
         steps_per_pair = self.num_block_subchunks // per_step
         num_lo_steps = jnp.where(
             lax.axis_index(self.outer.axis) >= ring_step, steps_per_pair // 2, 0
@@ -282,7 +286,8 @@ class GroupState(NamedTuple):
         """
 
         def loop_body(index, carry):
-            rank, number = index // steps_per_pair, index % steps_per_pair
+            rank = index // steps_per_pair
+            number = index % steps_per_pair
             num_lo = num_lo_steps(rank)
             is_hi = number >= num_lo
             return run_step(2 * rank + is_hi, jnp.where(is_hi, number - num_lo, number), carry)
@@ -298,10 +303,8 @@ class GroupState(NamedTuple):
 
     def _ranges_of(self, ranges: KeyRanges, step: KVBlockStep) -> KeyRanges:
         half_subchunks = self.num_block_subchunks // 2  # the keys of a step are in one half
-        half, first_kv_subchunk = (
-            step.first_kv_subchunk // half_subchunks,
-            step.first_kv_subchunk % half_subchunks,
-        )
+        half = step.first_kv_subchunk // half_subchunks
+        first_kv_subchunk = step.first_kv_subchunk % half_subchunks
         ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in ranges))
         tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
@@ -372,7 +375,8 @@ class SlidingSteps(NamedTuple):
 
     def forward(self, q_PbtnH: jax.Array, kv_ext: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(out_PbtnH, lse_Pbnt float32) over the keys in the window."""
-        kernel, spec = self.group.kernel, self.group.spec
+        kernel = self.group.kernel
+        spec = self.group.spec
 
         def attend(call):
             slices, ranges = self._keys(call, q_PbtnH.shape, kv_ext.shape[2])
@@ -386,7 +390,8 @@ class SlidingSteps(NamedTuple):
         self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_ext, dkv_ext
     ) -> tuple[jax.Array, jax.Array]:
         """(dq_PbtnH, dkv_ext with the contribution of these queries added)."""
-        kernel, spec = self.group.kernel, self.group.spec
+        kernel = self.group.kernel
+        spec = self.group.spec
 
         def add_call(dkv_ext, call):
             slices, ranges = self._keys(call, q_PbtnH.shape, kv_ext.shape[2])
@@ -408,7 +413,8 @@ class SlidingSteps(NamedTuple):
         over them.
         """
         batch, num_tokens = q_shape[1:3]
-        sequence, first_query = call % batch, self.group.index_in_block(call // batch) * num_tokens
+        sequence = call % batch
+        first_query = self.group.index_in_block(call // batch) * num_tokens
         ranges = self.group.ranges
         ranges_bt = ranges.ranges_bt if isinstance(ranges, WindowKeys) else ranges
         ranges_1t = jax.tree.map(
@@ -419,7 +425,8 @@ class SlidingSteps(NamedTuple):
             first = _first_key(ranges_1t, num_keys, num_extended)
             return [_Slice(sequence, first, num_keys)], ranges_1t.within(first, num_keys)
         first = _first_key(ranges_1t.own, num_keys, num_extended)
-        slices, prefixes = [_Slice(sequence, first, num_keys)], []
+        slices = [_Slice(sequence, first, num_keys)]
+        prefixes = []
         num_prefix_keys = min(max(1, self.group.spec.window - 1), num_extended)
         for level in ranges_1t.prefixes:
             # No prefix is in part before the slice: it would end in the sub-chunk, with its window

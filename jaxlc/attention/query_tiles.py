@@ -320,7 +320,8 @@ class TiledAttention:
             dq_PbtnH, dkv_block = self._steps(group).backward(q, *results, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
-        heads, blocks = self._specs.heads, self._blocks
+        heads = self._specs.heads
+        blocks = self._blocks
         in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._specs.lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
         dq_BtNH, dkv = split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)

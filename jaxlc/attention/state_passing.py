@@ -150,7 +150,8 @@ def _entering_backward(ranks, num_fragments, direction, residuals, dS):
     map as well.
     """
     maps, fragment_GB, fragment_states = residuals
-    transposed, reverse_GB = Affine(maps.M.mT[::-1], dS[::-1]), None
+    transposed = Affine(maps.M.mT[::-1], dS[::-1])
+    reverse_GB = None
     if fragment_GB is not None:
         reverse_GB = jnp.where(fragment_GB < num_fragments, fragment_GB ^ 1, fragment_GB)[::-1]
     # Backwards, the second fragment of each chain is the first, again in the order of the ranks.
@@ -234,7 +235,8 @@ def _fragment_states(totals: list[Affine], ranks: Ranks, direction: int) -> list
     entering = [_before(first, ranks, direction).U]
     # of zigzag order, from the last rank, where it follows the first one, to the first rank
     for fragment in second:
-        turn, is_turn = first(entering[0]), is_last(ranks)
+        turn = first(entering[0])
+        is_turn = is_last(ranks)
         fragment = fragment._replace(U=jnp.where(is_turn, fragment(turn), fragment.U))
         entering.append(jnp.where(is_turn, turn, _before(fragment, ranks, -direction).U))
     return entering

@@ -299,7 +299,8 @@ def write_model_card(target: Path, workdir: Path, step: int, title: str) -> None
     """
     directory = workdir / CHECKPOINTS_DIRECTORY
     config = from_dict(read_meta(directory, step)["config"])
-    data, base = config.data, config.model.init_from
+    data = config.data
+    base = config.model.init_from
     library = "peft" if (target / ADAPTER_FILE).is_file() else "transformers"
     header = [f"library_name: {library}", "tags: [jaxlc]"]
     header += [f"base_model: {base}"] if base and is_model_id(base) else []
@@ -354,7 +355,9 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
     Args:
       num_tokens: of the vocabulary of the base.
     """
-    base, frozen, size = config.model.init_from, config.precision.frozen, config.model.vocab_size
+    base = config.model.init_from
+    frozen = config.precision.frozen
+    size = config.model.vocab_size
     if _is_run(base):
         print_to_stderr(
             f"note: the adapters are for the weights of the run {base}, so base_model_name_or_path is null: export it"
@@ -396,15 +399,14 @@ def _longest_sequence(directory: Path, step: int) -> int:
     A run keeps the checkpoint at the end of each stage. The run that it started from counts too, if
     it still exists.
     """
-    longest, init_from = 0, ""
+    longest = 0
+    init_from = ""
     for number in committed_steps(directory):
         if number <= step:
             with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
                 stored = read_meta(directory, number)["config"]
-                longest, init_from = (
-                    max(longest, stored["data"]["seq_len"]),
-                    stored["model"]["init_from"],
-                )
+                longest = max(longest, stored["data"]["seq_len"])
+                init_from = stored["model"]["init_from"]
     if _is_run(init_from):
         source = locate(init_from)
         longest = max(
@@ -550,7 +552,8 @@ def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], n
       UserError: there is no such model, or its tensors have other shapes.
     """
     model = config.model
-    abstract, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
+    abstract = decoder.abstract_params(model, model.vocab_size)
+    dims = decoder.dims_of(model)
     directory = find_directory(base, "--base", with_weights=True)
     files, layouts = open_files(directory, family, abstract, dims, model=model)
     params = dict(paths_of(abstract))

@@ -97,7 +97,8 @@ def summaries_of(state) -> dict[str, Summary]:
 
     Arrays in host memory are copied to the device for this, one at a time.
     """
-    names, leaves = [name for name, _ in named_leaves(state)], jax.tree.leaves(state)
+    names = [name for name, _ in named_leaves(state)]
+    leaves = jax.tree.leaves(state)
     groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
     words = np.concatenate([np.asarray(_words(group)) for group in groups])
     return {
@@ -235,7 +236,8 @@ def unreadable(directory: Path, step: int, problem: str) -> UserError:
 
 def on_every_process(read: Callable):
     """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
-    result, problem = None, None
+    result = None
+    problem = None
     with quiet_failures():
         try:
             result = read()
@@ -389,7 +391,8 @@ class Evaluations:
           num_best: in each stage; losses of different stages are of different sequences.
           warn: called with one line if the file is damaged.
         """
-        self._directory, self._num_best = directory, num_best
+        self._directory = directory
+        self._num_best = num_best
         self._stages: dict[int, str] = {}
         self._expected: dict[int, set[str]] = {}  # names of the values that follow a checkpoint
         text = text_of_process_0("evaluations", self._text(warn))
@@ -441,7 +444,8 @@ class Evaluations:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Called by Orbax with the steps of all checkpoints."""
-        kept, losses = set[int](), dict[str, list[tuple[float, int]]]()
+        kept = set[int]()
+        losses = dict[str, list[tuple[float, int]]]()
         for step in (checkpoint.step for checkpoint in checkpoints) if self._num_best else ():
             values = self.of(step)
             if (loss := values.get(EVAL_LOSS)) is not None:
@@ -546,7 +550,8 @@ def _problem_of(path: Path) -> str | None:
 
 def arrays_of(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
     """The names and values of all arrays, one at a time."""
-    handler, state = ocp.PyTreeCheckpointHandler(), checkpoint / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    state = checkpoint / "state"
     tree = handler.metadata(epath.Path(state)).tree
     treedef = jax.tree.structure(tree)
     for number, (name, _) in enumerate(named_leaves(tree)):

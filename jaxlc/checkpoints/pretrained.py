@@ -165,7 +165,8 @@ def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTe
     """
     if not record.get("tensors"):
         return
-    source, cure = record["source"], "restore it, or export with --text_only"
+    source = record["source"]
+    cure = "restore it, or export with --text_only"
     try:
         tensors = TensorFiles(locate(source, with_weights=True).directory).tensors
     except UserError as error:
@@ -197,9 +198,11 @@ def _with_new_rows(
     and not on the mesh: each process adds up all rows in the same order, in float64.
     """
     names = sorted(name for name in params if VOCAB in dims[name])
-    extended, model = dict(params), step.config.model
+    extended = dict(params)
+    model = step.config.model
     for number, name in enumerate(names):
-        param, axis = params[name], dims[name].index(VOCAB)
+        param = params[name]
+        axis = dims[name].index(VOCAB)
         # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same
         random = np.random.RandomState([step.config.train.seed % 2**32, number])
         mean, factor = _distribution_of_rows(param, axis, num_tokens)
@@ -227,7 +230,8 @@ def _distribution_of_rows(
         return jax.lax.slice_in_dim(to_memory_kind(x, DEVICE), start, stop, axis=axis)
 
     width = param.size // param.shape[axis]
-    total, products = np.zeros(width), np.zeros((width, width))
+    total = np.zeros(width)
+    products = np.zeros((width, width))
     for start in range(0, num_rows, _ROWS):
         rows = np.asarray(part(param, start, min(num_rows, start + _ROWS)), np.float64)
         rows = np.moveaxis(rows, axis, 0)
@@ -382,7 +386,8 @@ def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta:
     Raises:
       UserError: as `restore_params` and `with_base`.
     """
-    vocab_size, abstract = step.config.model.vocab_size, step.abstract_state.params
+    vocab_size = step.config.model.vocab_size
+    abstract = step.abstract_state.params
     if BASE not in meta:
         is_finite = step.model is None
         return restore_params(

@@ -66,7 +66,8 @@ def read_description(directory: Path, target: RestoreTarget):
     Raises:
       UserError: the checkpoint has a different model or other trained parameters.
     """
-    model, abstract_state = target.model, target.abstract_state
+    model = target.model
+    abstract_state = target.abstract_state
     meta, problem = on_every_process(lambda: read_valid_meta(directory))
     if problem:
         return None, problem
@@ -128,7 +129,8 @@ def restore_params(
     Raises:
       UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or infinite values.
     """
-    path, target = directory / str(step), {"params": abstract_params}
+    path = directory / str(step)
+    target = {"params": abstract_params}
     described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
     if problem:
         raise unreadable(directory, step, problem)
@@ -202,7 +204,8 @@ def check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: 
     """
     padded = set()
     for name in sorted(stored.keys() | current.keys()):
-        old, new = stored.get(name), current.get(name)
+        old = stored.get(name)
+        new = current.get(name)
         if old == new:
             continue
         is_same_rank = old is not None and new is not None and len(old) == len(new)
@@ -226,7 +229,10 @@ class StoredParams:
           load_all: returns all parameters, with the base model. None: the checkpoint contains the frozen
             parameters, and only those that are asked for are read.
         """
-        self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all
+        self._workdir = workdir
+        self._step = step
+        self._config = config
+        self._load_all = load_all
         model = config.model
         self.abstract = dict(
             paths_of(decoder.abstract_params(model, model.vocab_size, config.lora))
@@ -244,7 +250,8 @@ class StoredParams:
         quantized = quantized_matrices(self._config.model, self._config)
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
-            matrix, shape = quantized.get(path), self.abstract[path].shape
+            matrix = quantized.get(path)
+            shape = self.abstract[path].shape
             stored = jax.ShapeDtypeStruct(shape, self._dtypes.get(f"params/{path}", np.float32))
             if matrix is not None:
                 of = functools.partial(FORMATS[matrix.format].of, sizes=matrix.num_dims)

@@ -70,7 +70,9 @@ class Storage:
           is_local: each process has a directory of its own.
           finite_params: see `jaxlc.checkpoints.save.Checkpoints`.
         """
-        self.directory, self._is_local, self._finite_params = directory, is_local, finite_params
+        self.directory = directory
+        self._is_local = is_local
+        self._finite_params = finite_params
         self._policy = policy
         processes = ocp.options.MultiprocessingOptions()
         if is_local:
@@ -272,11 +274,9 @@ class Checkpoints:
             custom models, whose parameters may be infinite.
           local_directory: of local checkpoints, which may be on a disk of each machine.
         """
-        self._directory, self._warn, self._finite_params = (
-            Path(directory).absolute(),
-            warn,
-            finite_params,
-        )
+        self._directory = Path(directory).absolute()
+        self._warn = warn
+        self._finite_params = finite_params
         self._evaluations = Evaluations(self._directory, keep_best, warn)
         policy = policy_of(keep, keep_steps, keep_every, self._evaluations)
         self._shared = Storage(self._directory, policy, is_local=False, finite_params=finite_params)
@@ -444,7 +444,8 @@ class Checkpoints:
           UserError: the checkpoint has a different model or other trained parameters, or there are checkpoints and
             none can be read.
         """
-        local, shared = self._local_steps(), self._shared.steps()
+        local = self._local_steps()
+        shared = self._shared.steps()
         damaged: dict[int, str] = {}
         for step in sorted({*local, *shared}, reverse=True):
             is_local = step not in shared

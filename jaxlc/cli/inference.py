@@ -227,11 +227,9 @@ def _eval(command: ParsedCommand[EvalFlags]) -> int:
 
     for source in flags.sources:
         check_before_loading(source, settings)
-    outs, scores, directories = (
-        _directories(flags.sources, flags.out),
-        dict[str, list](),
-        dict[str, Path](),
-    )
+    outs = _directories(flags.sources, flags.out)
+    scores = dict[str, list]()
+    directories = dict[str, Path]()
     report = functools.partial(print, flush=True)
     for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         with full_disk_explained(out, _predictions_kept):
@@ -427,7 +425,8 @@ def _served(flags: LogprobsFlags) -> SimpleNamespace:
     from jaxlc.data.tokens.tokenizers import load_tokenizer
     from jaxlc.posttrain.server import Server
 
-    tokenizer, default = load_tokenizer(flags.tokenizer), load(defaults())
+    tokenizer = load_tokenizer(flags.tokenizer)
+    default = load(defaults())
     config = replace(
         default,
         model=replace(default.model, vocab_size=tokenizer.vocab_size),

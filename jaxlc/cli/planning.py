@@ -81,7 +81,8 @@ def plan_main(argv: Sequence[str]) -> int:
 
 def _plan(command: ParsedCommand[PlanFlags], command_line: str) -> int:
     """Plans every stage, prints the result, and writes the output files."""
-    flags, stages = command.flags, command.stages
+    flags = command.flags
+    stages = command.stages
     configs = [with_transport(stage.config, flags.transport) for stage in stages]
     topology = target_topology(flags.topology, configs[0])
     num_stages = len(stages)
@@ -188,7 +189,8 @@ class SweepFlags(TargetFlags):
 
 def _sweep(command: ParsedCommand[SweepFlags]) -> int:
     """Prints the ranking and writes it to --out; returns the exit status, 1 if no point completed."""
-    flags, config = command.flags, command.config
+    flags = command.flags
+    config = command.config
     out = local_path(flags.out or f"runs/sweep_{Path(command.workdir).name}")
     ranking = _measured(config, flags, out) if flags.run else estimated(config, flags, out)
     print(ranking)
@@ -259,7 +261,8 @@ def grid(config: Config, num_devices: int, flags: SweepFlags) -> list[Point]:
             f"no mesh of {num_devices} devices: --axes={','.join(flags.axes)} cannot complete {fixed};"
             " add axes to --axes"
         )
-    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
+    train = config.train
+    replicas = config.mesh.data * config.mesh.fsdp
     sequences = max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
     if config.runtime.simulated_devices:
         config = space.unchecked(config, {"runtime.simulated_devices": num_devices})
@@ -513,7 +516,8 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     attention = AttentionConfig()
     config.attention.update(strategy=attention.strategy, ulysses_degree=attention.ulysses_degree)
     if paths := tuple(filter(None, flags["data"].split(","))):
-        data, sources = config.data, [*config.data.mixture]
+        data = config.data
+        sources = [*config.data.mixture]
         if config.rollouts.source == "model":
             config.rollouts.prompts = paths
         elif data.traces or config.posttrain.loss:

@@ -149,7 +149,10 @@ def _report_data(command: ParsedCommand[DataFlags]) -> int:
         raise UserError("--num has no effect on report: remove it, or use show")
     from jaxlc.data.report import StageShares, open_shown, report_figure, report_text
 
-    views, stages, warnings, details = {}, [], {}, {}
+    views = {}
+    stages = []
+    warnings = {}
+    details = {}
     for stage in command.stages:
         source = open_shown(stage.config, print_to_stderr)
         warnings |= dict.fromkeys(source.warnings)

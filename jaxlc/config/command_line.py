@@ -79,14 +79,16 @@ def settings_of(section: str) -> Iterator[Setting]:
     """The settings of a section of HELP_SECTIONS, of the sources of a mixture, and of a stage."""
     path = "stages.NAME" if section == "stages" else section
     part = hint_at(path)
-    comments, defaults = field_comments(part), defaults_of(part)
+    comments = field_comments(part)
+    defaults = defaults_of(part)
     if section.partition(".")[0] == "model" and "NAME" not in section:
         defaults = dict.fromkeys(comments, "from the preset") | {
             "preset": DEFAULT_PRESET,
             "init_from": "",
         }
     for name, hint in fields_of(part).items():
-        key, meaning = joined(path, name), comments.get(name, "").rstrip(".")
+        key = joined(path, name)
+        meaning = comments.get(name, "").rstrip(".")
         if item_of(hint):
             yield Setting(key, "", meaning)
             yield from settings_of(f"{key}.NAME")
@@ -276,7 +278,9 @@ def _values(
     Raises:
       UserError: an unknown flag, an invalid value, or an argument without a name that is missing or one too many.
     """
-    hints, values, overrides = _hints(flags), dict[str, Any](), dict[str, Any]()
+    hints = _hints(flags)
+    values = dict[str, Any]()
+    overrides = dict[str, Any]()
     words = iter(arguments)
     for word in words:
         if not word.startswith("-") or word == "-":
@@ -326,7 +330,8 @@ def _add_positional(
         if is_tuple or name not in values:
             values[name] = (*values.get(name, ()), word) if is_tuple else word
             return
-    takes_config, name = issubclass(flags, ConfigFlags), word.partition("=")[0]
+    takes_config = issubclass(flags, ConfigFlags)
+    name = word.partition("=")[0]
     is_config = word.partition(":")[0] in shipped_configs() or Path(word).suffix == ".py"
     advice = (
         f"did you mean --config={word}?" if is_config else "=" in word and _setting_advice(name)
@@ -350,7 +355,8 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     new = name.replace("-", "_")
     if new in known:
         raise UserError(f"unknown flag --{name}: use --{new}")
-    meaning, nearest = meaning_of(new), nearest_name(new, known, cutoff=0.8)
+    meaning = meaning_of(new)
+    nearest = nearest_name(new, known, cutoff=0.8)
     if meaning.startswith("unsupported"):
         advice = meaning
     elif nearest:

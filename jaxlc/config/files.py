@@ -44,7 +44,8 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
     Raises:
       UserError: an unknown model, an invalid length, or a length for a config with stages.
     """
-    model, length = flags["model"], flags.get("seq_len")
+    model = flags["model"]
+    length = flags.get("seq_len")
     if model is None and length is None:
         return config
     if config is None:

@@ -277,11 +277,9 @@ def merged_settings(
     merged = {
         section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS
     }
-    own, data, mixture = (
-        stage.get("data", {}),
-        merged["data"],
-        values.get("data", {}).get("mixture", {}),
-    )
+    own = stage.get("data", {})
+    data = merged["data"]
+    mixture = values.get("data", {}).get("mixture", {})
     if "mixture" in own:
         data["mixture"] = {
             name: {**mixture.get(name, {}), **fields} for name, fields in own["mixture"].items()

@@ -248,7 +248,8 @@ def _resolved(
     merged = [merged_settings(values, changed) for changed in changes.values()]
     first_steps = [0, *itertools.accumulate(map(_num_steps, own, merged))]
     new_schedules = [index for index, stage in enumerate(own) if stage.schedule == "new"]
-    stages, problems = list[Stage](), list[str]()
+    stages = list[Stage]()
+    problems = list[str]()
     reset_step = 0
     for index, (stage, settings) in enumerate(zip(own, merged)):
         if stage.optimizer_state == "reset":

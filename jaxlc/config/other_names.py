@@ -307,7 +307,8 @@ def meaning_of(path: str) -> str:
       path: as typed, with or without sections: "optimizer.lr", "num-train-epochs".
     """
     *sections, name = path.lower().replace("-", "_").split(".")
-    section, by_name = sections[-1] if sections else "", _by_name(_SETTINGS)
+    section = sections[-1] if sections else ""
+    by_name = _by_name(_SETTINGS)
     return (
         by_name.get(f"{section}.{name}")
         or by_name.get(name)

@@ -84,7 +84,9 @@ def hint_at(path: str) -> Any:
                 raise SettingError(
                     f"invalid name {name!r} of a {NAMED[item]} in config.{group}: use letters, digits, '_' and '-'"
                 )
-            hint, part, prefix = item, item, index + 1
+            hint = item
+            part = item
+            prefix = index + 1
             continue
         fields = fields_of(hint) if dataclasses.is_dataclass(hint) else {}
         if name not in fields:
@@ -100,7 +102,8 @@ def hint_at(path: str) -> Any:
 def _unknown(part: type, prefix: str, path: str) -> str:
     """The error for a path that is not in `part`, which is at `prefix`."""
     form = f"config.{joined(prefix, '{}')}"
-    section, keys = path.rpartition(".")[0], _keys(part)
+    section = path.rpartition(".")[0]
+    keys = _keys(part)
     own = [key for key in keys if section and key.startswith(f"{section}.")]
     known = own or sorted({key.partition(".")[0] for key in keys})
     advice = advice_for(path, part, form)
@@ -298,7 +301,8 @@ class Settings(ConfigDict):
         """
         if attribute in self.keys() or attribute.startswith("_"):
             return super().__getattr__(attribute)
-        part, path = hint_at(self._path), joined(self._path, attribute)
+        part = hint_at(self._path)
+        path = joined(self._path, attribute)
         if new_path(path) != path:
             section, name = new_path(path).removeprefix(f"{self._path}.").split(".")
             return getattr(getattr(self, section), name)

@@ -33,7 +33,8 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
       path: of a setting; or a flag, such as "--step".
       names: the valid values, if they are strings; the nearest one is suggested.
     """
-    question, names = "", tuple(names)
+    question = ""
+    names = tuple(names)
     if isinstance(value, str) and (meant := other_names.value_of(value, names)):
         question = f" (did you mean {meant}?)"
     elif isinstance(value, str) and not other_names.has_no_equivalent(value):
@@ -55,7 +56,8 @@ def typed(path: str, value: Any, hint: Any) -> Any:
     Raises:
       SettingError: the value cannot be converted, or is not one of the choices of a `Literal`.
     """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
         converted = value if value in arguments else None
     elif origin is tuple:

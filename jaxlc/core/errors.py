@@ -180,7 +180,8 @@ class _Names(dict[str, Any]):
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in arguments)
     if hint is Any or getattr(hint, "_is_protocol", False):

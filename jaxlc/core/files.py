@@ -275,7 +275,8 @@ def _acquired(
     on_unsupported: Callable[[], None],
 ) -> BinaryIO:
     """Returns the file with its lock; see `locked`."""
-    has_waited, deadline = False, time.monotonic() + timeout_seconds
+    has_waited = False
+    deadline = time.monotonic() + timeout_seconds
     while True:
         file = open(path, "ab+")  # noqa: SIM115 the caller closes it, which releases the lock
         try:
@@ -356,7 +357,8 @@ def file_inside(directory: Path, name: object) -> Path:
     """
     if not isinstance(name, str) or name in ("", "..") or "\0" in name or Path(name).name != name:
         raise ValueError(f"{str(name)[:100]!r} is not the name of a file")
-    path, root = directory / name, directory.resolve()
+    path = directory / name
+    root = directory.resolve()
     if root.parent.name == "snapshots":  # MODEL/snapshots/REVISION has links to MODEL/blobs
         root = root.parent.parent
     if path.is_symlink() and not path.resolve().is_relative_to(root):

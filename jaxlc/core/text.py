@@ -127,7 +127,8 @@ def progress_lines(
     if not is_shown or (is_bar and not _bar.acquire(blocking=False)):
         yield no_progress
         return
-    start_seconds, is_over = time.monotonic(), threading.Event()
+    start_seconds = time.monotonic()
+    is_over = threading.Event()
     progress = [0, 0]
 
     def update(done: int, total: int) -> None:

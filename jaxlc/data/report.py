@@ -197,7 +197,8 @@ def examples_of_stages(
     Args:
       log: prints one line while a corpus is opened.
     """
-    sources, warnings = dict[str, SourceExamples](), dict[str, None]()
+    sources = dict[str, SourceExamples]()
+    warnings = dict[str, None]()
     for stage in stages:
         source = open_shown(stage.config, log)
         warnings |= dict.fromkeys(source.warnings)
@@ -250,7 +251,8 @@ def _runs(tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Ite
         if num_left_out <= 0:
             text = _text(tokens, begin, end, tokenizer)
         else:
-            first, last = (begin, begin + _FIRST_TOKENS), (end - _LAST_TOKENS, end)
+            first = (begin, begin + _FIRST_TOKENS)
+            last = (end - _LAST_TOKENS, end)
             note = f" ... [{count_text(num_left_out, 'more token')}] ... "
             text = note.join(_text(tokens, *span, tokenizer) for span in (first, last))
         yield Run(text, bool(is_trained[begin]))

@@ -260,7 +260,8 @@ def read_cut_documents(
 
 def _first_ids(document: Document, length: int, tokenizer: Tokenizer) -> np.ndarray:
     """At most `length` tokens; the rest of a long document is not tokenized."""
-    parts, num_tokens = [np.empty(0, np.int32)], 0
+    parts = [np.empty(0, np.int32)]
+    num_tokens = 0
     for piece in tokenizer.pieces(document.blocks):
         parts += tokenizer.encode_pieces([piece])
         num_tokens += len(parts[-1])
@@ -286,7 +287,8 @@ def losses_of(
       identity, replaces: as in `predictions.run_case`.
     """
     length = len(documents[0].ids)
-    num_last, edges = num_last_tokens(length), position_edges(length - 1)
+    num_last = num_last_tokens(length)
+    edges = position_edges(length - 1)
     limits = used_limits(settings, length)
 
     def make_rows(indices: list[int]) -> list[dict]:
@@ -310,7 +312,8 @@ def losses_of(
 
     content = hashlib.sha256(b"".join(document.ids.tobytes() for document in documents)).hexdigest()
     header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits, **identity)
-    path, batch_size = directory / f"{LOSS}-{length}.jsonl", settings.batch_size
+    path = directory / f"{LOSS}-{length}.jsonl"
+    batch_size = settings.batch_size
     rows = resumed_rows(
         path, header, len(documents), make_rows, batch_size=batch_size, replaces=replaces
     )

@@ -180,7 +180,8 @@ def text_cases(
     Raises:
       UserError: a file with prose or questions cannot be read.
     """
-    prose, ruler_tasks = prose_of(settings.haystack), _ruler_tasks(settings)
+    prose = prose_of(settings.haystack)
+    ruler_tasks = _ruler_tasks(settings)
     options = dict(count_tokens=count_tokens, seed=settings.seed)
     materials = ruler.Materials(
         prose,
@@ -386,7 +387,8 @@ class TrainingScorer:
     """
 
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
-        self._step, self._tokenizer = step, tokenizer
+        self._step = step
+        self._tokenizer = tokenizer
         self._settings = dataclasses.replace(
             step.config.evals, lengths=lengths_in_training(step.config)
         )
@@ -422,7 +424,9 @@ class TrainingScorer:
         Args:
           log: prints a line.
         """
-        out, is_copied, config = workdir / "evals", False, self._step.config
+        out = workdir / "evals"
+        is_copied = False
+        config = self._step.config
         params = jax.tree.map(_strongly_typed, params)
 
         def generator() -> Generator:

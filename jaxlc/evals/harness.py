@@ -90,11 +90,10 @@ class HarnessModel(TemplateLM):
             if isinstance(path, TrainedModel)
             else jaxlc.load(path, step=step, mesh=mesh or None)
         )
-        self._tokenizer, self._template_setting = self._result.tokenizer, chat_template
-        self.batch_size, self._seed = (
-            int(batch_size),
-            _seed_of_lm_eval() if seed is None else int(seed),
-        )
+        self._tokenizer = self._result.tokenizer
+        self._template_setting = chat_template
+        self.batch_size = int(batch_size)
+        self._seed = _seed_of_lm_eval() if seed is None else int(seed)
         self.max_length = int(max_length) or _trained_length(self._result)
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
@@ -250,9 +249,11 @@ class HarnessModel(TemplateLM):
     ) -> list[str]:
         """The continuations of a batch of prompts, with their indices among all requests."""
         wanted = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
-        max_tokens, stop = wanted.pop("max_gen_toks"), wanted.pop("until", None) or []
+        max_tokens = wanted.pop("max_gen_toks")
+        stop = wanted.pop("until", None) or []
         temperature = wanted.pop("temperature", 1.0 if wanted.pop("do_sample") else 0.0)
-        top_p, seed = wanted.pop("top_p", 1.0), int(wanted.pop("seed", self._seed))
+        top_p = wanted.pop("top_p", 1.0)
+        seed = int(wanted.pop("seed", self._seed))
         if unknown := wanted.keys():
             raise UserError(
                 f"unsupported generation setting {min(unknown)!r}: expected do_sample, temperature, top_p, seed, until"

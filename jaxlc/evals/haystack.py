@@ -92,7 +92,8 @@ class CompoundWords:
 
     def __init__(self):
         nouns, adjectives, _ = word_lists()
-        self._nouns, self._adjectives = sorted(set(nouns)), sorted(set(adjectives))
+        self._nouns = sorted(set(nouns))
+        self._adjectives = sorted(set(adjectives))
 
     def __len__(self) -> int:
         return len(self._nouns) * len(self._adjectives)
@@ -162,14 +163,17 @@ def largest_example(
     Raises:
       UserError: the example of size `smallest` is too long.
     """
-    best, budget = make(smallest), length - new_tokens
-    low, low_tokens = smallest, count_tokens(best.text)
+    best = make(smallest)
+    budget = length - new_tokens
+    low = smallest
+    low_tokens = count_tokens(best.text)
     if low_tokens > budget:
         raise UserError(
             f"invalid length {length} for the task {task}, whose shortest example has {low_tokens:,} tokens, and its"
             f" answer {new_tokens}: use {low_tokens + new_tokens} or more"
         )
-    per_size, high = low_tokens / smallest, math.inf
+    per_size = low_tokens / smallest
+    high = math.inf
     for _ in range(_MAX_TRIALS):
         size = min(low + max(1, int((budget - low_tokens) / per_size)), high - 1)
         if size <= low or budget - low_tokens < 0.01 * budget and high < math.inf:
@@ -185,5 +189,7 @@ def largest_example(
                 if num_tokens > low_tokens
                 else per_size
             )
-            best, low, low_tokens = example, size, num_tokens
+            best = example
+            low = size
+            low_tokens = num_tokens
     return best

@@ -71,7 +71,8 @@ class StackedAdapter:
     def merged(self, weight: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
         """The weight at a place in `Layout.stack_shape`, of a layer or of one of its experts, plus
         its adapter, float32."""
-        a, b = self.a[place], self.b[place]
+        a = self.a[place]
+        b = self.b[place]
         product = np.matmul(a, b) if self.per_expert else np.tensordot(a, b, axes=1)
         return weight.astype(np.float32) + self.scale * product
 
@@ -266,7 +267,8 @@ def base_note(config: Config) -> str:
     only the last parts of names are compared.
     """
     content = read_json(local_path(config.lora.init_from) / ADAPTER_FILE, "lora.init_from")
-    base, model = content.get("base_model_name_or_path"), config.model.init_from
+    base = content.get("base_model_name_or_path")
+    model = config.model.init_from
     if not base or Path(base).name == Path(model).name:
         return ""
     return f", which were trained on {base}: check that its weights are those of {model}"
@@ -285,7 +287,8 @@ def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layo
     """The content of the two files in config.lora.init_from, whose tensors get the names of a
     language model without images, and the layouts of the parameters.
     """
-    directory, base = local_path(config.lora.init_from), locate(config.model.init_from)
+    directory = local_path(config.lora.init_from)
+    base = locate(config.model.init_from)
     content = read_json(directory / ADAPTER_FILE, "lora.init_from")
     supported = dict(peft_type=("LORA",), bias=("none",), init_lora_weights=_SUPPORTED_INIT)
     supported |= dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))
@@ -490,7 +493,8 @@ def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np
     starts = dict(zip(parts, np.cumsum([0, *widths])))
     joined = np.zeros((num_experts, rank * len(b_of), sum(widths)), first_b.dtype)
     for i, (path, b_ErF) in enumerate(b_of.items()):
-        first, layout = starts[path], parts[path]
+        first = starts[path]
+        layout = parts[path]
         columns = slice(first, first + b_ErF.shape[2])
         if layout.tensor.interleaved is not None:
             columns = slice(layout.tensor.interleaved, None, 2)

@@ -79,7 +79,8 @@ class StoredTensor:
 
 def _mapped(tensor: StoredTensor, *slices: slice) -> np.ndarray:
     """A part of a tensor that is in a file as it is; bytes if its dtype is unknown."""
-    num_bytes, dtype = _num_bytes(tensor.shape, tensor.dtype), _STORED_DTYPES.get(tensor.dtype)
+    num_bytes = _num_bytes(tensor.shape, tensor.dtype)
+    dtype = _STORED_DTYPES.get(tensor.dtype)
     if num_bytes:
         data = np.memmap(tensor.path, np.uint8, "r", tensor.offset_bytes, (num_bytes,))
     else:
@@ -104,7 +105,8 @@ class JoinedTensor(StoredTensor):
         for part in self.parts:
             rows = slice(max(0, start), max(0, stop))
             arrays.append(part.read(read, (rows, *slices[1:])).astype(np.float32))
-            start, stop = start - part.shape[0], stop - part.shape[0]
+            start = start - part.shape[0]
+            stop = stop - part.shape[0]
         return np.concatenate(arrays)
 
 
@@ -291,7 +293,8 @@ class Mxfp4Tensor(StoredTensor):
         """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
         experts, inputs, outputs = slices
         start, stop, _ = inputs.indices(self.shape[1])
-        first, last = start // MX_BLOCK, -(-stop // MX_BLOCK)
+        first = start // MX_BLOCK
+        last = -(-stop // MX_BLOCK)
         codes = slice(first * MX_BLOCK // 2, last * MX_BLOCK // 2)
         packed = read(self.codes, experts, outputs, codes)
         exponents = read(self.scales, experts, outputs, slice(first, last)).astype(np.int32) - 127
@@ -394,7 +397,8 @@ def _fp8_tensor(
     name: str, tensors: Mapping[str, StoredTensor], block_size: Sequence[int] | None
 ) -> Fp8Tensor:
     """The weight `name` with its scales; see `_dequantized`."""
-    weights, scales = tensors[name], tensors.get(name + _SCALE)
+    weights = tensors[name]
+    scales = tensors.get(name + _SCALE)
     if scales is None:
         raise UserError(
             f"{weights.path} has {name} in FP8 without its scales {name}{_SCALE}; download the model again, or use"
@@ -435,10 +439,12 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     Raises:
       Unsupported: it has blocks of other sizes, scales that are not quantized, or another format.
     """
-    whole, parts = {}, set()
+    whole = {}
+    parts = set()
     for state_name in [name for name in tensors if name.endswith(_NF4_STATE)]:
         name = state_name.removesuffix(_NF4_STATE)
-        state, codes = json.loads(bytes(tensors[state_name].bytes)), tensors[name]
+        state = json.loads(bytes(tensors[state_name].bytes))
+        codes = tensors[name]
         absmax, nested, *maps = (tensors.get(name + part) for part in _NF4_PARTS)
         sizes = state.get("blocksize"), state.get("nested_blocksize"), codes.dtype
         if (
@@ -475,7 +481,8 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     names = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = {}
     for name in names:
-        blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
+        blocks = tensors[name + BLOCKS]
+        scales = tensors.get(name + SCALES)
         if (
             scales is None
             or blocks.dtype != "U8"
@@ -597,7 +604,8 @@ class TensorWriter:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         for name, shape in shard:
-            start, end = end, end + self._num_bytes(name, shape)
+            start = end
+            end = end + self._num_bytes(name, shape)
             header[name] = {
                 "dtype": self._dtypes[name],
                 "shape": list(shape),

@@ -44,7 +44,8 @@ def max_alive(
     computation = computation or program.entry
     arrays = _arrays_held(computation, is_counted)
     last_use = {array: index for index, array in _uses(computation, arrays)}
-    alive, maximum = set(), 0
+    alive = set()
+    maximum = 0
     for index, instruction in enumerate(computation):
         alive |= arrays[instruction.name]
         in_loop = 0

@@ -56,10 +56,8 @@ def find_host_copies(
     ]
     pairs += [(copy, copy) for copy in computation if copy.opcode in _COPIES]
     for start, done in pairs:
-        operands, result = (
-            [operand.arrays[0] for operand in computation.operands(start)],
-            done.arrays[0],
-        )
+        operands = [operand.arrays[0] for operand in computation.operands(start)]
+        result = done.arrays[0]
         by_kernel = is_kernel(thunks.get(start.name, ""))
         if operands and _is_on_host(operands[0]) and _is_on_host(result):
             if len(operands) > 1:

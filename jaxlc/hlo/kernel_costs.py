@@ -379,7 +379,8 @@ def _kernel_call(
     # a layer in tiles recomputes its forward itself
     if pass_name == "backward" and name in _FORWARD_KERNELS:
         pass_name = "recomputation"
-    in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
+    in_window = has_window(call.op_name)
+    in_ring_step = is_in_ring_step(call.op_name)
     properties = (
         in_window,
         in_ring_step,
@@ -431,7 +432,8 @@ def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | 
 
 
 def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
-    flops, opcodes = 0.0, set()
+    flops = 0.0
+    opcodes = set()
     for times, computation, instruction in _inside(program, loop):
         if _is_mosaic(instruction):
             return None  # a loop over calls of a kernel; its products are out . dout
@@ -444,7 +446,8 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
     is_masked = "conditional" in opcodes  # which skips fully masked tiles
-    in_window, in_ring_step = has_window(loop.op_name), is_in_ring_step(loop.op_name)
+    in_window = has_window(loop.op_name)
+    in_ring_step = is_in_ring_step(loop.op_name)
     return AttentionKernelCall(
         loop, "blockwise", pass_of(loop.op_name), flops, is_masked, None, in_window, in_ring_step
     )

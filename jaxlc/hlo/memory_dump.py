@@ -268,7 +268,8 @@ def maker(
         elif instruction.opcode == "parameter" and index and computation is not program.entry:
             instruction = tuple(computation)[-1]  # result of the previous round
         if instruction.opcode == "tuple" and index:
-            instruction, index = computation.operands(instruction)[index[0]], index[1:]
+            instruction = computation.operands(instruction)[index[0]]
+            index = index[1:]
         elif instruction.opcode == "get-tuple-element":
             index = (int(instruction.attributes["index"]), *index)
             (instruction,) = computation.operands(instruction)

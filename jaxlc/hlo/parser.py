@@ -233,9 +233,11 @@ class Instruction:
     """One instruction of a computation. Properties are parsed on first use."""
 
     def __init__(self, name: str, shape: str, opcode: str, arguments: str, attributes: str):
-        self.name, self.opcode = name, opcode
+        self.name = name
+        self.opcode = opcode
         self.arguments = arguments  # as written; of a constant, its value
-        self._shape, self._attributes = shape, attributes
+        self._shape = shape
+        self._attributes = attributes
 
     def __repr__(self) -> str:
         return f"%{self.name} = {self.opcode}({self.arguments})"
@@ -332,7 +334,8 @@ def parse(text: str) -> Program:
 def _instruction(line: str) -> Instruction:
     name, rest = required(_INSTRUCTION.match(_COMMENT.sub("", line)), line).groups()
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     return Instruction(name, shape, opcode, rest[len(opcode) + 1 : end - 1], rest[end:])
@@ -354,7 +357,8 @@ def _closing(text: str, start: int) -> int:
 def _split(text: str) -> list[str]:
     """Splits at the commas that are outside of brackets and quotes."""
     parts: list[str] = []
-    depth, start = 0, 0
+    depth = 0
+    start = 0
     for match in _BRACKETS_AND_QUOTES.finditer(text):
         depth += (match[0] in "({[") - (match[0] in ")}]")
         if match[0] == "," and depth == 0:

@@ -48,7 +48,10 @@ class Init:
         lora: LoraConfig | None = None,
         routing: Routing = "",
     ):
-        self.fp8, self.lora, self.routing, self._key = fp8, lora, routing, key
+        self.fp8 = fp8
+        self.lora = lora
+        self.routing = routing
+        self._key = key
         self._num_params = self._num_adapter_params = 0
 
     def param_key(self) -> jax.Array:
@@ -80,7 +83,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(
             jnp.full(tuple(dims.values()), 0.0 if zero_centered else 1.0), dims=tuple(dims)
         )
-        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.epsilon = epsilon
+        self.zero_centered = zero_centered
 
     @property
     def factor(self) -> jax.Array:

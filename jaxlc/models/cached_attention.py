@@ -300,7 +300,8 @@ class CachedAttention(CachedKernels):
         return self._choose(self._chunk_config)
 
     def _choose(self, config: AttentionConfig) -> KernelSelection:
-        head_dim, dtype = self.q_like.shape[-1], self.q_like.dtype
+        head_dim = self.q_like.shape[-1]
+        dtype = self.q_like.dtype
         return sharded_attention.choose(
             config, self.mesh, head_dim=head_dim, dtype=dtype, packed=False
         )
@@ -365,10 +366,8 @@ class CachedAttention(CachedKernels):
         # [ranks, ...] for the queries of this rank
         out_bRcnH = out_bCnH.reshape(len(out_bCnH), -1, *q_bcnH.shape[1:])
         lse_bnRc = lse_bnC.reshape(*lse_bnC.shape[:2], -1, q_bcnH.shape[1])
-        out_RbcnH, lse_Rbnc = (
-            lax.all_to_all(out_bRcnH, CONTEXT, 1, 0),
-            lax.all_to_all(lse_bnRc, CONTEXT, 2, 0),
-        )
+        out_RbcnH = lax.all_to_all(out_bRcnH, CONTEXT, 1, 0)
+        lse_Rbnc = lax.all_to_all(lse_bnRc, CONTEXT, 2, 0)
         return *merge_parts(out_RbcnH.astype(jnp.float32), lse_Rbnc), cache
 
     def _attend_window(self, q_bcnH, added, cache, layer, new: NewTokens, ranges, weights):
@@ -414,7 +413,8 @@ class CachedAttention(CachedKernels):
     def _store(self, cache, layer: jax.Array, new: NewTokens, added):
         """The cache with the new tokens that this rank stores, of those in `added`."""
         chunk_tokens = added[0].shape[1]
-        positions_bC, is_stored_bC = new.positions_BC(chunk_tokens), new.is_new_BC(chunk_tokens)
+        positions_bC = new.positions_BC(chunk_tokens)
+        is_stored_bC = new.is_new_BC(chunk_tokens)
         if self.window:
             is_stored_bC &= jnp.arange(chunk_tokens) >= new.num_new_B[:, None] - self.window
             slots_bC = positions_bC % self.window

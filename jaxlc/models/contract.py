@@ -56,7 +56,8 @@ class CacheLayout:
         """How many of the first `num_tokens` tokens `rank` stores; also the index of its next token
         on that rank.
         """
-        rounds, rest = num_tokens // self._round_tokens, num_tokens % self._round_tokens
+        rounds = num_tokens // self._round_tokens
+        rest = num_tokens % self._round_tokens
         return rounds * self.block_tokens + jnp.clip(
             rest - rank * self.block_tokens, 0, self.block_tokens
         )

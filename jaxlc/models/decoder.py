@@ -87,23 +87,20 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
     embedding_VD, tokens_BT = residuals
     num_rows = embedding_VD.shape[-2] // shard.mesh.shape[TENSOR]
     is_copy = embedding_VD.ndim > len(_DIMS)
-    mesh, sum_axes, specs, out_spec = (
-        shard.mesh,
-        (*BATCH_AXES, CONTEXT),
-        _token_specs(tokens_BT),
-        _VOCAB_SPLIT,
-    )
+    mesh = shard.mesh
+    sum_axes = (*BATCH_AXES, CONTEXT)
+    specs = _token_specs(tokens_BT)
+    out_spec = _VOCAB_SPLIT
     if is_copy:  # each node sums over its own tokens
-        mesh, sum_axes, specs = (
-            shard.nodes.mesh,
-            shard.nodes.inner,
-            tuple(map(shard.nodes.spec, specs)),
-        )
+        mesh = shard.nodes.mesh
+        sum_axes = shard.nodes.inner
+        specs = tuple(map(shard.nodes.spec, specs))
         out_spec = PartitionSpec(shard.nodes.outer, *_VOCAB_SPLIT)
 
     @jax.named_scope(scopes.EMBEDDING)
     def local(tokens_bt, dx_btD):
-        tokens_t, dx_tD = tokens_bt.reshape(-1), dx_btD.reshape(-1, dx_btD.shape[-1])
+        tokens_t = tokens_bt.reshape(-1)
+        dx_tD = dx_btD.reshape(-1, dx_btD.shape[-1])
 
         def add_chunk(gradient_vD, start, size):
             dx_cD = jax.lax.dynamic_slice_in_dim(dx_tD, start, size)
@@ -154,7 +151,8 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, model: ModelConfig, vocab_size_padded: int, init: Init):
-        D, V = model.model_dim, model.vocab_size
+        D = model.model_dim
+        V = model.vocab_size
         padding = vocab_size_padded - V
         self.embedding = _pad_vocab(matrix(init, fan_in=D, vocab=V, model=D), padding)
         self.head = (
@@ -302,7 +300,8 @@ def apply(
       divided by model.logits_scaling, float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V
       padded and sharded over tensor; sums over the tokens that layers return, float32 [layers that return it] by name.
     """
-    shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
+    shard = context.shard
+    frozen_in_layer = paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)
     joined = {
         name: part if is_layers(name) else shard.fetched(part) for name, part in joined.items()
@@ -344,7 +343,8 @@ def _values(model: ModelConfig, state, fp8: Fp8 | None) -> Iterator[dict]:
     """Yields the values of all `IsBf16` and `ExpertsIndex` variables of the decoder, float32, one
     per layer of each stack.
     """
-    layer_stacks, layers_L = model.layer_stacks, np.arange(model.num_layers)
+    layer_stacks = model.layer_stacks
+    layers_L = np.arange(model.num_layers)
     bf16_layers = () if fp8 is None else fp8.bf16_layers
     for variable, values_L in (
         (IsBf16, np.isin(layers_L, layers_L[[*bf16_layers]])),  # negative ones count from the end

@@ -56,7 +56,8 @@ def _product(x_nmK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
     """x_nmK times w_EKN, or with `transposed` times w_ENK with its last two dimensions transposed."""
     num_blocks, rows, depth = x_nmK.shape
     width = w_EKN.shape[1 if transposed else 2]
-    num_rows, columns = num_blocks * rows, max(depth, width)
+    num_rows = num_blocks * rows
+    columns = max(depth, width)
     if num_rows * columns > _MAX_ELEMENTS:
         raise Unsupported(
             f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {columns:,} elements (supported: fewer"
@@ -150,7 +151,8 @@ def assign(chosen_Tk: jax.Array, num_experts: int, kernel: str = "blocks") -> As
     expert = flat[order]
     sizes_E = jnp.bincount(flat, length=num_experts)
     blocks_E = -(-sizes_E // rows)
-    first_block_E, first_row_E = jnp.cumsum(blocks_E) - blocks_E, jnp.cumsum(sizes_E) - sizes_E
+    first_block_E = jnp.cumsum(blocks_E) - blocks_E
+    first_row_E = jnp.cumsum(sizes_E) - sizes_E
     slot = first_block_E[expert] * rows + jnp.arange(num_rows) - first_row_E[expert]
     unique = dict(unique_indices=True, mode="promise_in_bounds")
     expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(blocks), side="right")

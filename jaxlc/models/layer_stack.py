@@ -131,7 +131,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[list[tuple], list]:
         """The two results of `Mixer.operands` of each mixer."""
         input_BTD = self.attention_input(x_BTD, shard=shard)
-        alone, rotated = (input_BTD,), (input_BTD, Rotation(positions_BT, tables))
+        alone = (input_BTD,)
+        rotated = (input_BTD, Rotation(positions_BT, tables))
         both = [
             mixer.operands(*(rotated if isinstance(mixer, Rotary) else alone), shard=shard)
             for mixer in self.mixers
@@ -182,7 +183,8 @@ class DecoderLayer(nnx.Module):
             if self.routing == "record":
                 sums = {**sums, CHOICE: chosen_BTk}
         else:
-            out_BTD, sums = self.mlp(input_BTD, shard=shard), {}
+            out_BTD = self.mlp(input_BTD, shard=shard)
+            sums = {}
         with jax.named_scope(scopes.MLP):
             return LayerOutput(self._added(x_BTD, out_BTD, self.mlp_post_norm), sums), chosen_BTk
 
@@ -266,7 +268,9 @@ class Stacks(NamedTuple):
     ) -> "Stacks":
         """The stacks of a segment of a decoder, such as `layers`."""
         by_key = {"": layers} if isinstance(layers, DecoderLayer) else dict(layers)
-        defs, trainable, frozen = {}, {}, {}
+        defs = {}
+        trainable = {}
+        frozen = {}
         for key, layer in by_key.items():
             prefix = (key,) if key else ()
             parts = nnx.split(

@@ -168,7 +168,8 @@ class TiledLayer:
             each = zip(mixings, of_tile)
             runs = [mixing.run(x_BtD, tokens.positions_BT, tile, own, None) for mixing, own in each]
             results = [own for own, _, _ in runs]
-            outs, kept = [out for out, _ in results], [kept for _, kept, _ in runs]
+            outs = [out for out, _ in results]
+            kept = [kept for _, kept, _ in runs]
             (y_BtD, sums), chosen_Btk = self._after_attention(weights, x_BtD, outs, kept, tokens)
             saved = results if self.saves_attention else None
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
@@ -194,7 +195,8 @@ class TiledLayer:
         """The gradients of the operands of `forward`."""
         weights, x_nBtD, tokens_n, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
-        trainable, all_of = weights.trainable, weights.with_trainable
+        trainable = weights.trainable
+        all_of = weights.with_trainable
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
@@ -207,16 +209,19 @@ class TiledLayer:
             own_tokens = x_BtD, tokens.positions_BT, tile
             each = zip(mixings, of_tile, saved or unsaved)
             runs = [mixing.run(*own_tokens, *own) for mixing, *own in each]
-            outs, kept = [own[0] for own, _, _ in runs], [kept for _, kept, _ in runs]
+            outs = [own[0] for own, _, _ in runs]
+            kept = [kept for _, kept, _ in runs]
             _, rest_vjp = jax.vjp(
                 lambda w, *x: self._after_attention(all_of(w), *x, tokens, chosen_Btk)[0],
                 *(trainable, x_BtD, outs, kept),
             )
             dweights_rest, dx_BtD, douts, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            dweights, dof_tile = add(dweights, dweights_rest), []
+            dweights = add(dweights, dweights_rest)
+            dof_tile = []
             for i, ((_, _, gradients), *own) in enumerate(zip(runs, douts, dkept, dsummed)):
                 (dweights_mixer, dx_mixer), dsummed[i], dof_mixer = gradients(*own)
-                dweights, dx_BtD = add(dweights, dweights_mixer), dx_BtD + dx_mixer
+                dweights = add(dweights, dweights_mixer)
+                dx_BtD = dx_BtD + dx_mixer
                 dof_tile.append(dof_mixer)
             return (put_at(dx_nBtD, dx_BtD, tile), dsummed, dweights), dof_tile
 
@@ -285,7 +290,8 @@ class RecurrentTiles(NamedTuple):
     recurrence: TileRecurrence
 
     def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
-        recurrence, shard = self.recurrence, mixer.layer.shard
+        recurrence = self.recurrence
+        shard = mixer.layer.shard
 
         def operands(own, input_BtD):
             return own.operands(input_BtD, shard=shard)

@@ -64,10 +64,12 @@ class Adapter(nnx.Module):
         *,
         per_expert: bool = False,
     ):
-        inputs, outputs = projection.inputs, projection.outputs
+        inputs = projection.inputs
+        outputs = projection.outputs
         experts = dict(experts=projection.num_experts) if per_expert else {}
         rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (inputs, outputs))
-        dims_a, dims_b = experts | inputs | rank_a, experts | rank_b | outputs
+        dims_a = experts | inputs | rank_a
+        dims_b = experts | rank_b | outputs
         bound = projection.num_inputs**-0.5
         a = jax.random.uniform(next_key(), tuple(dims_a.values()), minval=-bound, maxval=bound)
         self.a = nnx.Param(a, dims=tuple(dims_a))
@@ -108,8 +110,10 @@ class Adapters(nnx.Module):
         names: Sequence[str],
         next_key: Callable[[], jax.Array],
     ):
-        self.names, self.scale = tuple(names), lora.scale
-        matrices, paths = layer_matrices(model), projection_paths()
+        self.names = tuple(names)
+        self.scale = lora.scale
+        matrices = layer_matrices(model)
+        paths = projection_paths()
         for name in names:
             projection = next(matrices[path] for path in paths[name] if path in matrices)
             per_expert = name in EXPERT_PROJECTIONS
@@ -157,7 +161,8 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     Raises:
       UserError: a pattern matches no parameter, nothing is trained, or a projection with an adapter is trained itself.
     """
-    lora, train = config.lora, config.train
+    lora = config.lora
+    train = config.train
     own_names = [name for name in names if not is_adapter(name)]
     for setting, patterns in (("trainable", train.trainable), ("frozen", train.frozen)):
         for pattern in patterns:

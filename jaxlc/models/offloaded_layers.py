@@ -177,7 +177,8 @@ class _PrefetchedLayers:
     def forward(self, x_BTD, stacked, shared):
         def run_iteration(carry, _):
             iteration, x_BTD, weights = carry
-            backwards, all_sums = [], []
+            backwards = []
+            all_sums = []
             for index, run in enumerate(self.runs):
                 # An array of its own for the unused half: JAX recognizes argument residuals by
                 # their identity.
@@ -203,11 +204,13 @@ class _PrefetchedLayers:
     def backward(self, residuals, gradients):
         backwards, stacked, shared = residuals
         dy_BTD, dsums = gradients
-        last, is_one = self.num_iterations - 1, self.places is None
+        last = self.num_iterations - 1
+        is_one = self.places is None
 
         def run_iteration(carry, operands):
             (iteration, dx_BTD, weights, following), (backwards, dsums) = carry, operands
-            dweights, dsums = [], [dsums] if is_one else dsums
+            dweights = []
+            dsums = [dsums] if is_one else dsums
             for index in reversed(range(len(self.runs))):
                 # A layer that is recomputed prefetches nothing in its forward: it is given weights of the same shapes,
                 # its own or those of the layer that the backward pass ran before it.
@@ -238,7 +241,8 @@ class _PrefetchedLayers:
         """The weights of `runs[index]`, which may be of the next or of the previous iteration, on
         the device.
         """
-        iteration, index = iteration + index // len(self.runs), index % len(self.runs)
+        iteration = iteration + index // len(self.runs)
+        index = index % len(self.runs)
         if self.places is None:
             return self.fetch(jax.tree.map(lambda stack: layer_of(stack, iteration), stacked))
         place = self.places[index]

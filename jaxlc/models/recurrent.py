@@ -93,7 +93,8 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     def __init__(self, model: ModelConfig, init: Init):
         super().__init__(model, init)
-        weights, widths = mixer_matrices(model), _widths(model)
+        weights = mixer_matrices(model)
+        widths = _widths(model)
         taps = widths.conv_taps
         channels = [weights[name].outputs for name in ("wq", "wk", "wv")]
         self.conv_q, self.conv_k, self.conv_v = (

@@ -134,12 +134,12 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
             return jnp.take_along_axis(table, index_BT1, axis=1, mode="clip")[:, :, None]
         return jnp.asarray(table)[index_BT1]
 
-    high_BT1, low_BT1 = (
-        positions_BT[:, :, None] // LOW_TOKENS,
-        positions_BT[:, :, None] % LOW_TOKENS,
-    )
-    high_cos, high_sin = rows(tables.high_cos, high_BT1), rows(tables.high_sin, high_BT1)
-    low_cos, low_sin = rows(tables.low_cos, low_BT1), rows(tables.low_sin, low_BT1)
+    high_BT1 = positions_BT[:, :, None] // LOW_TOKENS
+    low_BT1 = positions_BT[:, :, None] % LOW_TOKENS
+    high_cos = rows(tables.high_cos, high_BT1)
+    high_sin = rows(tables.high_sin, high_BT1)
+    low_cos = rows(tables.low_cos, low_BT1)
+    low_sin = rows(tables.low_sin, low_BT1)
     return high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
 
 
@@ -155,7 +155,8 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
       seq_len: length that dynamic_ntk and longrope depend on.
     """
     dim = model.of_kind(kind).rotated_dim
-    scale, theta = model.rope.factor, model.rope.theta
+    scale = model.rope.factor
+    theta = model.rope.theta
     if model.attention_of(kind) == "sliding":
         theta = model.rope.sliding_theta
         if not model.rope.sliding_scaling:
@@ -199,10 +200,13 @@ def _yarn_kept(model: ModelConfig, dim: int, theta: float) -> np.ndarray:
         wavelength = model.rope.original_tokens / num_turns
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension(model.rope.beta_fast), dimension(model.rope.beta_slow)
+    first = dimension(model.rope.beta_fast)
+    last = dimension(model.rope.beta_slow)
     if model.rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dim - 1)
     width = last - first or 0.001
     return 1 - np.clip((np.arange(dim // 2) - first) / width, 0.0, 1.0)
 
@@ -212,5 +216,6 @@ def _llama3_kept(model: ModelConfig, frequencies: np.ndarray) -> np.ndarray:
     linear between.
     """
     turns = model.rope.original_tokens * frequencies / (2 * math.pi)
-    low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
+    low = model.rope.low_freq_factor
+    high = model.rope.high_freq_factor
     return np.clip((turns - low) / (high - low), 0.0, 1.0)

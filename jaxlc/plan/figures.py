@@ -148,12 +148,11 @@ def memory_figure(memory: Memory, title: str) -> Figure:
         memory.device_capacity_bytes,
     )
     for axes in host:
-        usable_bytes, capacity_bytes = memory.usable_host_bytes, memory.host_capacity_per_node_bytes
+        usable_bytes = memory.usable_host_bytes
+        capacity_bytes = memory.host_capacity_per_node_bytes
         num_gpus = memory.host_bytes_per_node // memory.host_bytes_per_device
-        parameters, optimizer = (
-            num_gpus * memory.host_parameters_bytes,
-            num_gpus * memory.host_optimizer_bytes,
-        )
+        parameters = num_gpus * memory.host_parameters_bytes
+        optimizer = num_gpus * memory.host_optimizer_bytes
         _memory_bar(
             axes,
             "node: host memory",
@@ -280,7 +279,8 @@ def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, 
 
 def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
     """For each link: seconds of its transfers, and the part in which kernels wait for them."""
-    totals, median = predicted.transfer_seconds_by_resource, predicted.interval.median
+    totals = predicted.transfer_seconds_by_resource
+    median = predicted.interval.median
     links = [link for link in LINK_COLORS if totals.get(link)]
     for place, link in enumerate(links):
         exposed = median * predicted.seconds_by_resource.get(link, 0.0)

@@ -208,7 +208,8 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
     In the mean, each microbatch takes as long as the replica with the most work, since replicas
     wait for each other.
     """
-    config, order = program.model.config, program.step.sequence_order
+    config = program.model.config
+    order = program.step.sequence_order
     sequences = [
         sequence_work(
             config,
@@ -247,7 +248,8 @@ def _estimate(
     program: StepProgram,
 ) -> PackingEstimate:
     """`works`: shares of the microbatches, and their work."""
-    config, gpus = program.model.config, program.model.gpus
+    config = program.model.config
+    gpus = program.model.gpus
     num_tokens = config.data.seq_len
     predictions = [(share, _predict(work, program)) for share, work in works]
     step_seconds = sum(share * prediction.step_seconds for share, prediction in predictions)

@@ -434,15 +434,19 @@ class StepProgram(CompiledProgram):
 
 
 def _memory_of(compiled: StepProgram) -> Memory:
-    step, gpus, runtime = compiled.step, compiled.model.gpus, compiled.step.config.runtime
-    stats, collectives = compiled.compiled.memory_analysis(), compiled.program.collectives
+    step = compiled.step
+    gpus = compiled.model.gpus
+    runtime = compiled.step.config.runtime
+    stats = compiled.compiled.memory_analysis()
+    collectives = compiled.program.collectives
     host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
     if step.reference is not None:
         host_bytes += bytes_per_device(step.reference.abstract_state.params)
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     host_bytes_per_node = host_bytes * gpus_per_node
-    state, spaces = step.abstract_state, step.memory_spaces
+    state = step.abstract_state
+    spaces = step.memory_spaces
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
     pool_bytes = runtime_memory.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
@@ -518,7 +522,8 @@ def collective_stats(
     collectives: Sequence[Collective], mesh_shape: dict[str, int], gpus_per_domain: int
 ) -> tuple[CollectiveStats, ...]:
     """Groups the collectives of a program; most bytes first."""
-    count, size = Counter(), Counter()
+    count = Counter()
+    size = Counter()
     for collective in collectives:
         groups = collective.groups
         crosses = any(len({member // gpus_per_domain for member in group}) > 1 for group in groups)
@@ -535,7 +540,9 @@ def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
         exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"
     ]
     exposed = [permute for permute in permutes if not model.is_hidden_by_attention(permute)]
-    by_backend, token_bytes, config = Counter(), defaultdict(set), model.config
+    by_backend = Counter()
+    token_bytes = defaultdict(set)
+    config = model.config
     num_tokens = num_sequences(config) * config.data.seq_len / num_ring_steps(config)
     for permute in permutes:
         by_backend[" ".join(filter(None, _transport(permute.collective)))] += permute.times

@@ -194,7 +194,8 @@ def page(plan: PlanRecord, advise_command: str) -> str:
 
 def summary(plan: PlanRecord) -> str:
     """Estimated time and verdict in one line."""
-    memory, predicted = plan.memory, plan.predicted
+    memory = plan.memory
+    predicted = plan.predicted
     fits = "fits" if memory.fits else "does not fit"
     rate = two_digits(predicted.tokens_per_second_per_device / predicted.interval.median)
     return (
@@ -305,7 +306,8 @@ def _collectives(plan: PlanRecord) -> Iterator[str]:
         if stats.bytes >= _SMALL_BYTES:
             link = "network" if stats.crosses_domains else "NVLink"
             transport = " ".join(filter(None, (stats.backend, stats.mode)))
-            sent, axes = gib(stats.bytes), "+".join(stats.axes)
+            sent = gib(stats.bytes)
+            axes = "+".join(stats.axes)
             yield f"  {stats.kind:<22} {stats.count:>9,} {sent:>9}  {link:<8} {axes:<24} {transport}"
     small = sum(stats.count for stats in plan.collectives if stats.bytes < _SMALL_BYTES)
     yield f"  {'others, under 1 MiB':<22} {small:>9,}"
@@ -376,11 +378,13 @@ def _time(predicted: Prediction) -> Iterator[str]:
     yield _text_row(
         "recomputed", f"{predicted.recomputed_share:.0%} additional FLOPs, relative to the model's"
     )
-    exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
+    exposed = predicted.exposed_communication_seconds
+    total = predicted.communication_seconds
     note = f"exposed (kernels wait): {_median_text(predicted, exposed)}"
     yield _text_row("communication", f"{_median_text(predicted, total)}, {note}")
     if predicted.host_copies:
-        exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
+        exposed = predicted.exposed_host_copy_seconds
+        total = predicted.host_copy_seconds
         note = f"exposed: {_median_text(predicted, exposed)}, {predicted.exposed_host_copies:,}"
         yield _text_row(
             "host copies",
@@ -439,10 +443,8 @@ def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
             seconds_text(interval.median * seconds)
             for seconds in (row.attention_seconds, row.step_seconds)
         ]
-        rate, mfu = (
-            row.tokens_per_second_per_device / interval.median,
-            100 * row.mfu_documents / interval.median,
-        )
+        rate = row.tokens_per_second_per_device / interval.median
+        mfu = 100 * row.mfu_documents / interval.median
         costs = f"{row.pairs_share:>6.1%} {row.ring_cost:>10.2f} {row.replica_cost:>9.2f}"
         estimates = f"{times[0]:>10} {times[1]:>8} {two_digits(rate):>9} {two_digits(mfu):>5}%"
         yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {estimates}"

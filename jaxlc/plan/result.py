@@ -59,7 +59,9 @@ class Plan(PlanRecord):
         Args:
           others: the fields that do not follow from the program alone.
         """
-        step, gpus, shape = program.step, program.model.gpus, dict(program.step.mesh.shape)
+        step = program.step
+        gpus = program.model.gpus
+        shape = dict(program.step.mesh.shape)
         choice = f"{step.transport.name} ({step.transport.reason})"
         return cls(
             topology=str(gpus),
@@ -331,7 +333,8 @@ class StagesPlan:
 
     def totals(self) -> dict[str, str]:
         """GPU-hours, and with a price the cost, of all stages, for the HTML page."""
-        gpu_hours, interval = sum(stage.gpu_hours for stage in self.stages), self.interval
+        gpu_hours = sum(stage.gpu_hours for stage in self.stages)
+        interval = self.interval
         values = {"GPU-hours": gpu_hours, "cost": self.cost(gpu_hours)}
         steps = f"of {sum(stage.num_steps for stage in self.stages):,} steps, estimated"
         return {
@@ -374,7 +377,8 @@ class StagesPlan:
     def _rows(self) -> Iterator[Sequence[str]]:
         yield (*_HEADS, *(() if self.price_per_gpu_hour is None else ("cost",)))
         for stage in self.stages:
-            memory, predicted = stage.plan.memory, stage.plan.predicted
+            memory = stage.plan.memory
+            predicted = stage.plan.predicted
             median = predicted.interval.median
             yield (
                 stage.name or "all",

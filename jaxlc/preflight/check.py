@@ -53,14 +53,16 @@ def check_directory(
       token: the same in all processes, and unique.
       wait: a barrier of all processes, with a name.
     """
-    directory, problems = workdir / f".preflight-{token}", dict[str, str]()
+    directory = workdir / f".preflight-{token}"
+    problems = dict[str, str]()
     try:
         make_writable(directory, "")
         free_bytes = shutil.disk_usage(directory).free
     except UserError as error:
         reason = error.__cause__ if error.__cause__ is not None else error
         problems["write"], free_bytes = reason_of(reason), 2**62
-    own, other = directory / f"{process_id}", (process_id + 1) % num_processes
+    own = directory / f"{process_id}"
+    other = (process_id + 1) % num_processes
     with _noted(problems, "write"):
         own.write_text(f"{token} {process_id}")
     wait("preflight written")
@@ -197,7 +199,8 @@ def _judged(command: ParsedCommand[ConfigFlags], everyone: Sequence[Facts]) -> l
     """Prints the table; returns the failures."""
     first = everyone[0]
     configs = [stage.config for stage in command.stages]
-    failures, needs = list[str](), None
+    failures = list[str]()
+    needs = None
     try:
         for config in configs:
             check_num_devices(

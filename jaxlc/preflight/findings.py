@@ -275,7 +275,8 @@ def needs_of(configs: Sequence[Config], workdir: Path, platform: str) -> Needs:
 
 
 def _needs_of_step(step: TrainStep, platform: str) -> Needs:
-    config, state = step.config, step.abstract_state
+    config = step.config
+    state = step.abstract_state
     saved = checkpoint_part(step, state)
     host_bytes = bytes_per_device(saved)  # while a checkpoint is written
     pool_bytes = memory.host_pool_bytes(config.runtime, pinned_bytes(config).pooled)
@@ -502,10 +503,8 @@ def _rarest_first(groups: dict[str, list[Facts]]) -> list[tuple[str, list[Facts]
 
 def _names(group: Sequence[Facts]) -> str:
     """The processes of a group, "processes 1, 3 on node1, node2"; a long list is cut."""
-    processes, hosts = (
-        [str(own.process_id) for own in group],
-        list(dict.fromkeys(own.host for own in group)),
-    )
+    processes = [str(own.process_id) for own in group]
+    hosts = list(dict.fromkeys(own.host for own in group))
     noun = "process" if len(group) == 1 else "processes"
     return f"{noun} {_cut(processes)} on {_cut(hosts)}"
 

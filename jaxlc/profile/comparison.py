@@ -70,7 +70,8 @@ def read_run(trace: Path) -> TracedRun:
       UserError: a file is damaged.
     """
     for directory in list(trace.absolute().parents)[:_PARENTS]:
-        program, about = directory / PROGRAM_FILE, directory / RUN_FILE
+        program = directory / PROGRAM_FILE
+        about = directory / RUN_FILE
         if program.exists() and about.exists():
             try:
                 with gzip.open(program) as file:
@@ -177,10 +178,8 @@ def measure(intervals: Sequence[Activity], start_seconds: float, end_seconds: fl
     """
     changes = []
     for number, interval in enumerate(intervals):
-        start, end = (
-            max(interval.start_seconds, start_seconds),
-            min(interval.end_seconds, end_seconds),
-        )
+        start = max(interval.start_seconds, start_seconds)
+        end = min(interval.end_seconds, end_seconds)
         if start < end:
             changes += [(start, number, True), (end, number, False)]
     changes.sort()
@@ -289,10 +288,15 @@ def compare(
         )
     classes = EventClasses(run.program)
     module = _step_module(trace)
-    uses, durations, gaps, spans, unknown = [], defaultdict(list), [], [], Counter()
+    uses = []
+    durations = defaultdict(list)
+    gaps = []
+    spans = []
+    unknown = Counter()
     for device, events in trace.devices.items():
         step_events = [event for event in events if event.module == module] or events
-        start, end = step_events[0].start_seconds, max(event.end_seconds for event in step_events)
+        start = step_events[0].start_seconds
+        end = max(event.end_seconds for event in step_events)
         intervals = []
         for event in events:
             kind = classes.class_of(event)

@@ -242,7 +242,8 @@ class EventClasses:
     @cached_property
     def _attention(self) -> set[str]:
         """Instructions of attention kernels: custom calls, and the instructions inside of loops."""
-        names, computations = set(), []
+        names = set()
+        computations = []
         for counted in self._program.attention_calls if self._program else ():
             names.add(counted.call.instruction.name)
             computations += counted.call.instruction.called

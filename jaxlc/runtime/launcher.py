@@ -174,10 +174,8 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
     """
     if "JOB_COMPLETION_INDEX" not in environment or "JAX_NUM_PROCESSES" not in environment:
         return None
-    num_processes, index = (
-        int(environment["JAX_NUM_PROCESSES"]),
-        int(environment["JOB_COMPLETION_INDEX"]),
-    )
+    num_processes = int(environment["JAX_NUM_PROCESSES"])
+    index = int(environment["JOB_COMPLETION_INDEX"])
     host, dot, domain = socket.getfqdn().partition(".")
     first_host = host.removesuffix(f"-{index}") + "-0" if host.endswith(f"-{index}") else ""
     address = f"{first_host}{dot}{domain}:{DEFAULT_PORT}" if first_host else ""
@@ -187,10 +185,8 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
 def _from_open_mpi(environment: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
-    num_processes, num_local = (
-        int(environment["OMPI_COMM_WORLD_SIZE"]),
-        int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-    )
+    num_processes = int(environment["OMPI_COMM_WORLD_SIZE"])
+    num_local = int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
     # Open MPI 4 gives the addresses of mpirun, which by default starts rank 0 on its own machine:
     # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911". Open MPI 5 gives none.
     mpirun = re.search(r"tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
@@ -209,7 +205,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch | None:
     """A process that srun started. A batch script has SLURM_PROCID too, but is not in a step."""
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
         return None
-    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    job = int(environment["SLURM_JOB_ID"])
+    step = int(environment["SLURM_STEP_ID"])
     # Above Linux's default range of ports for outgoing connections; jobs on one node rarely have
     # the same one.
     port = 61_440 + (job + 97 * step) % 4096

@@ -110,7 +110,9 @@ class Link:
           on_loss: called in the thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
             exit status: PEER_LOST_STATUS, or 1 if that process reported an error.
         """
-        self._me, self._connections, self._on_loss = me, list(connections), on_loss
+        self._me = me
+        self._connections = list(connections)
+        self._on_loss = on_loss
         self._is_closed = threading.Event()
         self.has_failed = False
         for connection in connections:
@@ -181,15 +183,19 @@ class Link:
 
     def _lose(self, connection: Connection, messages: list[Message]) -> None:
         name = connection.member.name if connection.member else "another process"
-        status, seconds = PEER_LOST_STATUS, _BROADCAST_SECONDS
+        status = PEER_LOST_STATUS
+        seconds = _BROADCAST_SECONDS
         text = f"{name} ended unexpectedly"
         if connection.unreachable:
             text = f"the network does not reach {name} ({connection.unreachable})"
         for message in messages:
             if "lost" in message:  # from process 0
-                text, status = message["lost"], message["status"]
+                text = message["lost"]
+                status = message["status"]
             elif "failed" in message:
-                text, status, seconds = f"{name} failed: {message['failed']}", 1, _FAILURE_SECONDS
+                text = f"{name} failed: {message['failed']}"
+                status = 1
+                seconds = _FAILURE_SECONDS
         if self._me.process_id == 0:
             for other in self._connections:
                 if other is not connection:
@@ -274,7 +280,8 @@ def end_run(
       since: time.monotonic() from which process 0 waits for the others; default: now.
     """
     _ending.acquire()
-    start, link = time.monotonic() if since is None else since, _link
+    start = time.monotonic() if since is None else since
+    link = _link
     if link is not None and link.ends_last:
         set_end_limit(start + _LAST_LIMIT_SECONDS - time.monotonic())
     else:

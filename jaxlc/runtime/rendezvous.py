@@ -114,7 +114,8 @@ class _Clock:
     """Times of notices: after 10, 20, 40, ... seconds; ends after the timeout."""
 
     def __init__(self, timeout_seconds: float):
-        self._start, self._next_notice = time.monotonic(), _FIRST_NOTICE_SECONDS
+        self._start = time.monotonic()
+        self._next_notice = _FIRST_NOTICE_SECONDS
         self._timeout_seconds = timeout_seconds
 
     @property
@@ -150,7 +151,8 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
       UserError: the port is in use, a process is missing after the timeout, or processes contradict each other.
     """
     _allow_open_files(me.num_processes)
-    clock, arrived = _Clock(config.start_timeout_seconds), dict[int, Connection]()
+    clock = _Clock(config.start_timeout_seconds)
+    arrived = dict[int, Connection]()
     with _listen(config.coordinator_address) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
@@ -269,7 +271,8 @@ def join(config: RuntimeConfig, me: Member, say: Say) -> Connection:
     Raises:
       UserError: no connection before the timeout, or process 0 reports an error.
     """
-    clock, address = _Clock(config.start_timeout_seconds), config.coordinator_address
+    clock = _Clock(config.start_timeout_seconds)
+    address = config.coordinator_address
     target = f"process 0 of {me.num_processes} at {address}"
     while True:
         problem = "the connection was closed"
@@ -365,7 +368,8 @@ def _addresses(host: str, port: int) -> list[ipaddress.IPv4Address | ipaddress.I
 def _listen(address: str) -> socket.socket:
     """A socket that accepts connections where JAX's coordination service will do so."""
     host, _, port_text = bind_address(address).rpartition(":")
-    host, port = "" if host == "[::]" else host.strip("[]"), int(port_text)
+    host = "" if host == "[::]" else host.strip("[]")
+    port = int(port_text)
     is_dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     deadline_seconds = time.monotonic() + _PORT_IN_USE_SECONDS

@@ -26,7 +26,8 @@ def without_lines(notes: Sequence[str]) -> Iterator[None]:
     lost: enter this only around calls that do not.
     """
     sys.stderr.flush()
-    users, stderr_copy = sys.stderr, os.dup(2)
+    users = sys.stderr
+    stderr_copy = os.dup(2)
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     os.close(writer)

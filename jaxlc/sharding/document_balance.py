@@ -43,10 +43,8 @@ class Assignment:
         sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
         cuts = []
         if in_sequence:
-            whole, cuts = (
-                [[] for _ in range(context)],
-                _place_in_sequence(lengths, num_sharded, rank_tokens - tokens),
-            )
+            whole = [[] for _ in range(context)]
+            cuts = _place_in_sequence(lengths, num_sharded, rank_tokens - tokens)
         else:
             whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
         assignment = cls(
@@ -70,11 +68,13 @@ class Assignment:
         `excess` int64 [context]: tokens of each rank above its share. What is missing in total is
         padding.
         """
-        padding, flow = -int(excess.sum()), 0
+        padding = -int(excess.sum())
+        flow = 0
         for rank in range(len(excess) - 1):
             flow += int(excess[rank])  # tokens from this rank to the next, if positive
             num_padding = min(max(-flow, 0), padding)
-            flow, padding = flow + num_padding, padding - num_padding
+            flow = flow + num_padding
+            padding = padding - num_padding
             if flow and not self._move(rank, flow):
                 return False
         return True
@@ -156,7 +156,8 @@ class Assignment:
           int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
           Documents are numbered as in this class.
         """
-        pieces, num_shared_tokens = [], 0
+        pieces = []
+        num_shared_tokens = 0
         for rank in range(len(self.whole)):
             shared = self._shared_pieces(rank)
             num_shared_tokens = max(num_shared_tokens, sum(tokens for _, _, tokens in shared))
@@ -174,11 +175,14 @@ class Assignment:
           int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the rank. None: the pieces
           do not fit into the halves.
         """
-        half_tokens, context = self.rank_tokens // 2, len(self.whole)
+        half_tokens = self.rank_tokens // 2
+        context = len(self.whole)
         num_tokens_lo = self.sizes[:, :context].sum(axis=1)
         pieces = []
         for rank in range(context):
-            first, middle, last = [], [], []
+            first = []
+            middle = []
+            last = []
             for document, offset, tokens in self._shared_pieces(rank):
                 is_sharded = document < len(self.sizes)
                 is_last = offset >= num_tokens_lo[document] if is_sharded else offset > 0
@@ -206,7 +210,8 @@ class Assignment:
           pieces: of `pieces()`.
           num_chains: more than the number of sharded documents.
         """
-        num_sharded, context = len(self.sizes), len(self.whole)
+        num_sharded = len(self.sizes)
+        context = len(self.whole)
         assert num_sharded < num_chains, (num_sharded, num_chains)
         num_tokens_lo = self.sizes[:, :context].sum(axis=1)
         cut = {document for document, *_ in self.cuts}
@@ -277,7 +282,8 @@ def num_shared(tokens: np.ndarray, rank_tokens: int) -> tuple[int, int]:
     Args:
       tokens: int64 [documents, ranks].
     """
-    has_tokens, is_long = (tokens > 0).astype(int), (4 * tokens > rank_tokens).astype(int)
+    has_tokens = (tokens > 0).astype(int)
+    is_long = (4 * tokens > rank_tokens).astype(int)
     shared = has_tokens.T @ has_tokens
     long = is_long.T @ has_tokens + has_tokens.T @ is_long - is_long.T @ is_long
     others = 1 - np.eye(tokens.shape[1], dtype=int)
@@ -288,7 +294,9 @@ def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list
     """The first `num_tokens` tokens of pieces (document, offset, tokens), and the others; a piece
     may be cut in two.
     """
-    first, rest, free = [], [], num_tokens
+    first = []
+    rest = []
+    free = num_tokens
     for document, offset, tokens in pieces:
         size = min(tokens, free)
         free -= size
@@ -332,7 +340,9 @@ def _place_whole(
     lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int
 ) -> tuple[list[list[int]], np.ndarray]:
     """The other documents by rank, longest first, and all tokens by rank."""
-    ranks, work, free = range(len(tokens)), [0] * len(tokens), (rank_tokens - tokens).tolist()
+    ranks = range(len(tokens))
+    work = [0] * len(tokens)
+    free = (rank_tokens - tokens).tolist()
     whole = [[] for _ in ranks]
     for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
         with_space = [rank for rank in ranks if free[rank] >= length]
@@ -353,7 +363,8 @@ def _place_in_sequence(
     """The other documents one after the other as (document, rank, offset, tokens); `free` int64
     [context]: tokens.
     """
-    ends, places = np.cumsum(np.maximum(free, 0)), []
+    ends = np.cumsum(np.maximum(free, 0))
+    places = []
     begin = 0
     for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
         offset = 0
@@ -363,7 +374,8 @@ def _place_in_sequence(
                 return places
             tokens = min(length - offset, int(ends[rank]) - begin)
             places.append((document, rank, offset, tokens))
-            offset, begin = offset + tokens, begin + tokens
+            offset = offset + tokens
+            begin = begin + tokens
     return places
 
 
@@ -393,10 +405,13 @@ def sequence_pieces(
     begins = np.flatnonzero(is_first)
     num_tokens = np.diff(begins, append=len(order_T))
     order = np.argsort(order_T[begins])
-    begins, num_tokens = begins[order], num_tokens[order]
+    begins = begins[order]
+    num_tokens = num_tokens[order]
     is_text = document_T[begins] > 0
-    begins, num_tokens = begins[is_text], num_tokens[is_text]
-    document, first_token = document_T[begins], order_T[begins]
+    begins = begins[is_text]
+    num_tokens = num_tokens[is_text]
+    document = document_T[begins]
+    first_token = order_T[begins]
     is_new = np.diff(document, prepend=0) != 0
     offset = first_token - np.maximum.accumulate(np.where(is_new, first_token, 0))
     return Pieces(document, offset, num_tokens, rank_T[begins], tile_T[begins])
@@ -406,7 +421,8 @@ def pairs_by_rank(pieces: Pieces, num_ranks: int, num_tiles: int) -> np.ndarray:
     """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends
     to.
     """
-    num_tokens, rank = pieces.num_tokens, pieces.rank
+    num_tokens = pieces.num_tokens
+    rank = pieces.rank
     # tokens of all earlier pieces, by rank
     by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)
     by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens

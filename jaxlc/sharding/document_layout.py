@@ -79,7 +79,8 @@ def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
 def token_at(index, num_tokens: int, context: int):
     """Computes `zigzag_order(num_tokens, context)[index]` for integer arrays of NumPy or JAX."""
     chunk_tokens = num_tokens // (2 * context)
-    rank, offset = index // (2 * chunk_tokens), index % (2 * chunk_tokens)
+    rank = index // (2 * chunk_tokens)
+    offset = index % (2 * chunk_tokens)
     is_hi = offset // chunk_tokens
     chunk = rank + is_hi * (2 * context - 1 - 2 * rank)
     return chunk * chunk_tokens + offset % chunk_tokens
@@ -106,7 +107,8 @@ def room_by_distance(
       shared_prefixes: levels of prefixes that documents in zigzag order continue. Only prefixes of the first document
         of a chunk end before the chunk, on any rank: a chunk needs one more window for each level.
     """
-    chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
+    chunk_tokens = rank_tokens // 2
+    chunks = np.arange(2 * num_ranks)
     sizes = np.full(len(chunks), chunk_tokens)
     rank = np.minimum(chunks, chunks[::-1])
     zigzag = np.stack([np.zeros_like(chunks), chunks * chunk_tokens, sizes, rank], axis=1)
@@ -447,7 +449,8 @@ def _best_assignment(
     """
     if is_exhaustive is None:
         is_exhaustive = fits is None
-    best, best_cost = None, np.inf
+    best = None
+    best_cost = np.inf
     sizes = num_tokens // context, context, block_tokens, max_sharded
     for in_sequence in (False, True)[: 1 + is_exhaustive]:
         for assignment in _assignments(lengths, *sizes, in_sequence):
@@ -463,7 +466,8 @@ def _best_assignment(
                     / max(work.sum(), 1)
                 )
             if cost < best_cost and (fits is None or fits(assignment)):
-                best, best_cost = assignment, cost
+                best = assignment
+                best_cost = cost
             if best_cost <= max_cost:
                 break
         if best is not None:

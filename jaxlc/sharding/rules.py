@@ -227,7 +227,8 @@ class Sharder:
         """
         if not self._is_copy(w, dims):
             return function(x, w)
-        nodes, features = self.nodes, tuple(compute_spec(dims, w.shape[1:], self.mesh))
+        nodes = self.nodes
+        features = tuple(compute_spec(dims, w.shape[1:], self.mesh))
         tokens = tuple(_fit(RULES.gathered[:2], x.shape[:2], self.mesh))
         x_spec = PartitionSpec(*tokens, *features[: x.ndim - 2])
         out_spec = PartitionSpec(*tokens, *features[x.ndim - 2 :])
@@ -315,7 +316,8 @@ class Sharder:
         is_copy = tree.unflatten([self._is_copy(w, d) for w, d in zip(leaves, dims)])
         mesh, translated = self.mesh, lambda spec: spec
         if self.nodes is not None:
-            mesh, translated = self.nodes.mesh, self.nodes.spec
+            mesh = self.nodes.mesh
+            translated = self.nodes.spec
 
         def weight_spec(w: jax.Array, dims: Axes) -> PartitionSpec:
             shape = w.shape[-len(dims) :]
@@ -330,10 +332,12 @@ class Sharder:
                 return out
             return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
 
-        tokens_spec, out_spec = PartitionSpec(rows, sequence), PartitionSpec(rows, residual)
+        tokens_spec = PartitionSpec(rows, sequence)
+        out_spec = PartitionSpec(rows, residual)
         # Gradients of tokens are partial sums over tensor, of weights over the other axes.
         specs = tree.unflatten(list(map(weight_spec, leaves, dims)))
-        in_specs, out_specs = (translated(tokens_spec), specs), translated(out_spec)
+        in_specs = (translated(tokens_spec), specs)
+        out_specs = translated(out_spec)
         return shard_map(local, mesh, in_specs, out_specs)(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:

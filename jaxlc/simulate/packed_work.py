@@ -98,7 +98,8 @@ def one_document(config: Config, share: float = 1.0) -> AttentionWork:
     Args:
       share: of these pairs; below 1 for sequences of several documents, with equal work on all ranks.
     """
-    num_tokens, steps = config.data.seq_len, num_ring_steps(config)
+    num_tokens = config.data.seq_len
+    steps = num_ring_steps(config)
     local_tokens = num_tokens / num_shards(config)
     half = share * local_tokens * num_tokens / (2 * steps)
     window_pairs = (
@@ -188,7 +189,8 @@ def mean_of_microbatches(
     Returns:
       (share of the microbatches, work) of those that run all ring steps, and of those that skip some, if there are any.
     """
-    num_sequences, batch_size = len(sequences), config.train.global_batch_size
+    num_sequences = len(sequences)
+    batch_size = config.train.global_batch_size
     batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
     pairs = np.array([sequence.pairs for sequence in sequences])
     placed = np.concatenate([batch[balanced_order(config, pairs[batch])] for batch in batches])
@@ -211,7 +213,8 @@ def mean_of_microbatches(
 
 def _tile_of_tokens(config: Config) -> np.ndarray:
     """int64 [tokens]: the tile that has each token of the layout; 0 without memory.tile_tokens."""
-    num_tokens, tile_tokens = config.data.seq_len, config.memory.tile_tokens
+    num_tokens = config.data.seq_len
+    tile_tokens = config.memory.tile_tokens
     if not tile_tokens:
         return np.zeros(num_tokens, np.int64)
     subchunks = 2 * num_tokens // (config.mesh.context * tile_tokens)  # of a rank

@@ -433,11 +433,13 @@ class Roofline:
           hidden_seconds: communication during kernels. If it takes longer than estimated, nothing
             of the additional time is assumed to be hidden.
         """
-        scale, spread = self.time_scale or TIME_SCALE, self.time_spread or TIME_SPREAD
+        scale = self.time_scale or TIME_SCALE
+        spread = self.time_spread or TIME_SPREAD
         published = time_interval(scale, spread)
         if device.name not in MEASURED or (self.time_scale, self.time_spread) != (None, None):
             return published
-        measured, other = time_interval(*MEASURED[device.name]), other_seconds / seconds
+        measured = time_interval(*MEASURED[device.name])
+        other = other_seconds / seconds
         low, high = ((1 - other) * x + other * y for x, y in zip(measured, published, strict=True))
         high += (published.high - 1) * hidden_seconds / seconds
         return Interval(low, min(high, published.high))

@@ -85,7 +85,8 @@ class TimeModel:
 
         A collective that crosses NVLink domains takes as long as the slower of the two links.
         """
-        device, roofline = self.gpus.device, self.roofline
+        device = self.gpus.device
+        roofline = self.roofline
         steps = num_steps(kind, len(groups[0]))
         seconds = roofline.nvlink_seconds(device, sent_bytes, steps)
         fraction = _crossing_fraction(kind, groups, self.gpus.gpus_per_domain)
@@ -137,7 +138,8 @@ def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float
         return 0
     if kind == "collective-permute":
         return 1
-    inside, size = min(min(members.values()) for members in domains), len(groups[0])
+    inside = min(min(members.values()) for members in domains)
+    size = len(groups[0])
     if "all-to-all" in kind:
         return (size - inside) / (size - 1)
     return 1 / inside
@@ -229,7 +231,8 @@ def _head_share(config: Config) -> float:
 
 def num_sequences(config: Config) -> float:
     """Sequences of a microbatch of which a rank has a part."""
-    train, mesh = config.train, config.mesh
+    train = config.train
+    mesh = config.mesh
     return train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
 
 

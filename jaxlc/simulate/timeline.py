@@ -147,7 +147,8 @@ class TimedOps:
         """Transfers by the instruction that starts, and by the one that awaits them; the same if
         synchronous.
         """
-        starts, awaits = {}, {}
+        starts = {}
+        awaits = {}
         for instruction in computation:
             if instruction in self._collectives:
                 collective = self._collectives[instruction]
@@ -248,11 +249,13 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
     Raises:
       ValueError: the program is not scheduled, or the trip count of a loop is unknown.
     """
-    gpus, config = model.gpus, model.config
+    gpus = model.gpus
+    config = model.config
     simulator = Simulator(TimedOps(program, model))
     simulator.run(program.entry)
     flops = config.flops_per_step
-    by_resource, by_kind = Counter(), Counter()
+    by_resource = Counter()
+    by_kind = Counter()
     for (kind, resource), seconds in simulator.seconds.items():
         by_resource[resource] += seconds
         by_kind[kind] += seconds
@@ -308,7 +311,8 @@ def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
 
 def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
     """`Prediction.experts_overhead_seconds`."""
-    product_seconds, other_seconds = simulator.product_seconds, simulator.other_seconds
+    product_seconds = simulator.product_seconds
+    other_seconds = simulator.other_seconds
     if not product_seconds[EXPERTS]:
         return 0.0
     num_rows = _num_routed_rows(model.config)
@@ -376,7 +380,8 @@ class Simulator:
             self.seconds["waiting", HOST] += op.synchronization_seconds
             self._advance(op.synchronization_seconds)
         if op.starts is not None:
-            link, seconds = op.starts.link, op.starts.seconds
+            link = op.starts.link
+            seconds = op.starts.seconds
             self.transfer_seconds[LINKS[link]] += seconds
             self.num_transfers[LINKS[link]] += 1
             self._queues[QUEUES[link]].add(op.starts)
@@ -445,7 +450,8 @@ class Simulator:
         end = self.now
         for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
             if kind != "waiting":
-                start, end = end, end + times / _JOINED_RUNS * seconds
+                start = end
+                end = end + times / _JOINED_RUNS * seconds
                 self._record(KERNELS, kind, start, end)
 
     def _single_run(self, computation: Computation) -> "Simulator":

@@ -142,7 +142,8 @@ def topology(
         raise UserError(
             f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {one_domain}"
         )
-    num_domains, gpus_per_domain = int(match[1]), int(match[2])
+    num_domains = int(match[1])
+    gpus_per_domain = int(match[2])
     if devices_per_process < 1 or gpus_per_domain % devices_per_process:
         raise UserError(
             f"devices per process ({devices_per_process}) must divide the {gpus_per_domain} GPUs of a domain of {name}"

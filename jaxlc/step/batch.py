@@ -83,7 +83,9 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
     reason = _zigzag_reason(config, context)
     if reason is not None:
         return in_zigzag_order(config.data.seq_len, context, reason)
-    inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
+    inner = _group_size(config)
+    window = _window(config)
+    is_tiled = bool(config.memory.tile_tokens)
     description = "tokens in the order of per-document sharding"
     few_documents = window is None and not is_tiled  # otherwise, a sequence may be in zigzag order
     skips_ring_steps = few_documents and _may_skip_ring_steps(config, context)
@@ -106,7 +108,8 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
         )
 
     def order_of(sequence):
-        segment_ids_T, prefix_ids_TD = sequence["segment_ids"], sequence.get("prefix_ids")
+        segment_ids_T = sequence["segment_ids"]
+        prefix_ids_TD = sequence.get("prefix_ids")
         if prefix_ids_TD is not None:
             return tree_order(segment_ids_T, prefix_ids_TD, context // inner, inner)
         order_T = document_order(
@@ -145,7 +148,8 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "each rank attends over whole sequences"
     if attention.shared_prefixes and _window(config) is not None:
         return "sliding windows of documents that share prefixes"
-    window, rank_tokens = _window(config), config.data.seq_len // (context // _group_size(config))
+    window = _window(config)
+    rank_tokens = config.data.seq_len // (context // _group_size(config))
     if window is not None and all(config.model.window_of(kind) for kind in config.model.used_kinds):
         return "sliding windows have nearly equal work on all ranks"
     if window is not None and not has_room_for_documents(rank_tokens, window):
@@ -157,7 +161,9 @@ def _may_skip_ring_steps(config: Config, context: int) -> bool:
     """Whether the ring steps of a microbatch are of one sequence, whose documents have no other
     keys.
     """
-    train, mesh, attention = config.train, config.mesh, config.attention
+    train = config.train
+    mesh = config.mesh
+    attention = config.attention
     has_ring = (
         attention.strategy in ("ring", "hybrid")
         and context // _group_size(config) > NUM_FIRST_RING_STEPS
@@ -172,7 +178,8 @@ def _states_reason(config: Config) -> str | None:
     """Why sequences are in zigzag order if layers pass states along them; None: such layers do not
     need that.
     """
-    model, attention = config.model, config.attention
+    model = config.model
+    attention = config.attention
     kinds = kinds_with(PassesStates, model)
     if not kinds:
         return None
@@ -296,7 +303,8 @@ def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> B
     Args:
       has_fragments: whether the order of tokens has `SequenceOrder.chained`.
     """
-    train, num_tokens = config.train, config.data.seq_len
+    train = config.train
+    num_tokens = config.data.seq_len
     shape = (
         train.gradient_accumulation_steps,
         train.global_batch_size // train.gradient_accumulation_steps,

@@ -117,12 +117,11 @@ class CustomObjective:
         Raises:
           UserError: the shapes do not match the `Model` protocol.
         """
-        output, vocab_size = (
-            self.model.apply(params, batch, self.mesh),
-            self.config.model.vocab_size,
-        )
+        output = self.model.apply(params, batch, self.mesh)
+        vocab_size = self.config.model.vocab_size
         arrays = output if isinstance(output, tuple) else (output,)
-        first, last = arrays[0], arrays[-1]
+        first = arrays[0]
+        last = arrays[-1]
         is_valid = len(arrays) <= 2 and first.ndim == 3 and first.shape[:2] == batch.tokens.shape
         if (
             not is_valid
@@ -137,9 +136,11 @@ class CustomObjective:
         return output
 
     def _loss_sums(self, params, batch: Batch) -> LossSums:
-        output, weights_BT = self._output(params, batch), token_weights(batch)
+        output = self._output(params, batch)
+        weights_BT = token_weights(batch)
         if isinstance(output, tuple):
-            hidden_BTD, head_DV = output[0], self._padded_head(output[1])
+            hidden_BTD = output[0]
+            head_DV = self._padded_head(output[1])
             return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
         losses_BT, penalties_BT = self._losses_of_logits(output, batch.targets)
         return LossSums(

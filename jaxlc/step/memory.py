@@ -92,7 +92,9 @@ def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes
     state = state or state_bytes(config)
     if not uses_host:
         return PinnedBytes(state.reference, 0)
-    on_host, on_device, gradients = state.reference, 0, 0
+    on_host = state.reference
+    on_device = 0
+    gradients = 0
     if memory.parameters == "host":
         on_host += state.trained + state.frozen
         # The sum over microbatches, and the gradients of the current one.
@@ -117,7 +119,8 @@ def _offloaded_bytes(config: Config) -> int:
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
     """Bytes of named activations (`config.kinds.tensor_names`) of `num_layers` average layers, for
     one microbatch on one GPU."""
-    model, names = config.model, list(names)
+    model = config.model
+    names = list(names)
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
     itemsize = 4 if config.precision.compute == "fp32" else 2
     bytes_per_token = 0.0

@@ -171,7 +171,8 @@ class NodeCopies:
             dtype = self._reduce_dtype(path, gradient.dtype)
 
             def scatter(x: jax.Array) -> jax.Array:
-                x, remaining = x.squeeze(nodes_dim).astype(dtype), set(self.nodes.outer)
+                x = x.squeeze(nodes_dim).astype(dtype)
+                remaining = set(self.nodes.outer)
                 for dim, entry in enumerate(spec):
                     if axes := self._over_nodes(entry):
                         x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
@@ -188,7 +189,8 @@ class NodeCopies:
         self, dims: tuple[str, ...], shape: tuple[int, ...]
     ) -> tuple[PartitionSpec, PartitionSpec]:
         """The shardings of a parameter and of its copy."""
-        at, copy = _nodes_dim(dims), copy_spec(dims, shape, self.nodes)
+        at = _nodes_dim(dims)
+        copy = copy_spec(dims, shape, self.nodes)
         return storage_spec(dims, shape, self.nodes.mesh), PartitionSpec(
             *copy[:at], self.nodes.outer, *copy[at:]
         )
@@ -252,7 +254,8 @@ class Objective:
     def init_params(self, key: jax.Array) -> dict:
         """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but
         frozen matrices have the dtype of config.precision.frozen, or are `Quantized`."""
-        config, model = self.config, self.config.model
+        config = self.config
+        model = self.config.model
         vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
         params = decoder.init(model, vocab_size_padded, key, config.lora)
         trainable, frozen = lora.split(params, self.frozen)
@@ -291,14 +294,16 @@ class Objective:
             *hidden_and_head, layer_sums = self._hidden_and_head(
                 decoder.Params(trainable, frozen, histories), part
             )
-            targets, policy = self._in_tiles(part.targets), None
+            targets = self._in_tiles(part.targets)
+            policy = None
             weights = token_weights(part)
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, weights, part, kl)
             values = targets, self._in_tiles(weights), self._training_loss_spec
             sums = loss_sums(*hidden_and_head, *values, self._teacher(part))
-            total, experts = sums.objective, None
+            total = sums.objective
+            experts = None
             if kinds_with(Routed, self.config.model):
                 experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
                 total += per_microbatch * weighted_loss(experts, self.config.train)
@@ -352,7 +357,8 @@ class Objective:
         Args:
           weights_BT: of the tokens, for their entropy.
         """
-        posttrain, weights = self.config.posttrain, self._in_tiles(weights_BT)
+        posttrain = self.config.posttrain
+        weights = self._in_tiles(weights_BT)
         spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.is_policy)
         forward, losses = sums_and_losses(
             *map(lax.stop_gradient, hidden_and_head), targets, weights, spec
@@ -456,10 +462,8 @@ class Objective:
             positions = jnp.where(batch.segment_ids > 0, positions, -1)
         experts_LBTk = None
         if self.config.posttrain.replay_routing:  # in tiles, [n, L, B, t, k]
-            routing, experts_LBTk = (
-                "replay",
-                jnp.moveaxis(self._in_tiles(batch.experts), -2, -4),
-            )
+            routing = "replay"
+            experts_LBTk = jnp.moveaxis(self._in_tiles(batch.experts), -2, -4)
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(

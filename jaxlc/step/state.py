@@ -101,7 +101,8 @@ def groups_of(sizes: Iterable[int]) -> list[list[int]]:
     """Indices of consecutive arrays with these bytes, which together take at most 1 GiB; a larger
     one is alone.
     """
-    groups, filled_bytes = [], _GROUP_BYTES
+    groups = []
+    filled_bytes = _GROUP_BYTES
     for index, num_bytes in enumerate(sizes):
         filled_bytes += num_bytes
         if filled_bytes > _GROUP_BYTES:

@@ -288,7 +288,8 @@ class TrainStep:
             is_finite=is_finite,
         )
         if experts is not None and self.config.train.balance_bias_rate:
-            model, train = self.config.model, self.config.train
+            model = self.config.model
+            train = self.config.train
             trainable = with_balanced_biases(trainable, experts.counts_LE, is_finite, model, train)
         metrics = StepMetrics(
             loss=loss,
@@ -437,7 +438,8 @@ class TrainStep:
 
     @property
     def _max_slop_percent(self) -> int | None:
-        device, runtime = hardware.find(self.mesh.devices.flat[0].device_kind), self.config.runtime
+        device = hardware.find(self.mesh.devices.flat[0].device_kind)
+        runtime = self.config.runtime
         if device is None or runtime.unified_memory:
             return None
         arguments_bytes = bytes_per_device(self.abstract_state, self.memory_spaces, DEVICE)
@@ -502,7 +504,8 @@ class TrainStep:
     @cached_property
     def sequence_order(self) -> SequenceOrder:
         """The order of tokens in the arrays of a batch."""
-        num_tokens, context = self.config.data.seq_len, self.mesh.shape[CONTEXT]
+        num_tokens = self.config.data.seq_len
+        context = self.mesh.shape[CONTEXT]
         if self.model is None:
             return choose_order(self.config, context)
         if self.objective.token_order == NATURAL:
@@ -551,7 +554,8 @@ def check_kernels(step: TrainStep) -> list[str]:
     Raises:
       UserError: as `check_packed`, `check_deterministic` and `check_mosaic_product`.
     """
-    config, device = step.config, jax.local_devices()[0]
+    config = step.config
+    device = jax.local_devices()[0]
     if device.platform != "gpu" or step.model is not None:
         return []
     lines = _check_attention(step, device)

@@ -47,7 +47,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     Args:
       steps: the length of the schedule, if config.schedule_steps is 0.
     """
-    peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
+    peak = config.learning_rate
+    final = config.learning_rate * config.final_learning_rate_ratio
     after_warmup = max(1, (config.schedule_steps or steps) - config.warmup_steps)
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(
@@ -187,7 +188,8 @@ def _orthogonalized(
     num_equal = math.prod(mesh.shape[axis] for axis in equal)
 
     def local(x):
-        local_shape, shape = x.shape, x.shape[num_batch_dims:]
+        local_shape = x.shape
+        shape = x.shape[num_batch_dims:]
         x = x.reshape(-1, *shape)
         num_matrices = len(x)
         x = jnp.pad(x, ((0, -num_matrices % mesh.size), *[(0, 0)] * len(shape)))
@@ -292,7 +294,8 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
         return jnp.sqrt(squares(None, gradients))
     sums = []
     for path in _stacks(gradients, dims):
-        part, part_dims = _at(gradients, path), _at(dims, path)
+        part = _at(gradients, path)
+        part_dims = _at(dims, path)
         sums.append(
             _stream(squares, part_dims, jnp.zeros(_num_layers(part_dims, part)), part).sum()
         )
@@ -357,10 +360,8 @@ def update(
     paths = _stacks(old.params, dims)
     # layers first
     for path in sorted(paths, key=lambda path: _is_stacked(_at(dims, path)), reverse=True):
-        part, part_dims = (
-            ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path)),
-            _at(dims, path),
-        )
+        part = ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path))
+        part_dims = _at(dims, path)
         parts[path] = _stream(update_part(part_dims), part_dims, part, _at(gradients, path))
     return _joined(old, parts, shared)
 

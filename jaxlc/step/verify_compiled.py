@@ -134,7 +134,8 @@ def describe(
     Args:
       num_sliding: number of layers with a sliding window, which have lines of their own.
     """
-    lines, groups = [], {}
+    lines = []
+    groups = {}
     for hop in attention_collectives:
         groups.setdefault((hop.has_window, hop.collective.kind), []).append(hop)
     for (is_sliding, kind), same_kind in groups.items():
@@ -239,12 +240,14 @@ def check_memory(step: TrainStep, program: Program) -> None:
     Raises:
       UserError: the compiled `step` does not satisfy this.
     """
-    spaces, state = step.memory_spaces, step.abstract_state
+    spaces = step.memory_spaces
+    state = step.abstract_state
     leaves = list(zip(*map(jax.tree.leaves, (state, spaces)), strict=True))
     requested = Counter(_shard_shape(x) for x, space in leaves if space is HOST)
     if not requested:
         return
-    memory, model = step.config.memory, step.config.model
+    memory = step.config.memory
+    model = step.config.model
     settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
     missing = requested - Counter(array.dims for array in host_arguments(program))
     if missing:
@@ -314,7 +317,8 @@ def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
     Raises:
       UserError: the compiled step sends more than that between nodes in a loop.
     """
-    node_devices, abstract = step.config.memory.node_copy_devices, step.abstract_state.params
+    node_devices = step.config.memory.node_copy_devices
+    abstract = step.abstract_state.params
     without_copy = jax.tree.map(
         lambda x, dims: 0 if is_copied(dims) else x.size, abstract, step.dims
     )

@@ -92,14 +92,16 @@ class Pieces:
     """
 
     def __init__(self, sequences: Sequences, offset: int):
-        self._sequences, self._offset = sequences, offset
+        self._sequences = sequences
+        self._offset = offset
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Sequence i; each piece is a document: positions restart, and segment ids count the
         pieces.
         """
         sequence = self._sequences[i]
-        positions, is_padding = sequence["positions"], sequence["segment_ids"] == 0
+        positions = sequence["positions"]
+        is_padding = sequence["segment_ids"] == 0
         shifted = positions + self._offset
         in_piece = np.where(shifted < PIECE_TOKENS, positions, shifted % PIECE_TOKENS)
         pieces = np.cumsum((in_piece == 0) & ~is_padding)
@@ -202,7 +204,8 @@ class Evaluator:
           heldout: `heldout[i]` returns sequence i, in every process of the run.
           num_sequences: sequences to evaluate, at most those that `heldout` has.
         """
-        self._step, self._heldout = step, heldout
+        self._step = step
+        self._heldout = heldout
         self.num_sequences = min(num_sequences, heldout.num_sequences)
         self.edges = position_edges(step.config.data.seq_len)
 
@@ -236,7 +239,8 @@ class Evaluator:
         attention.document_mask, with attention.shared_prefixes, and for a custom model, which may
         ignore the segment ids of the batch.
         """
-        config, attention = self._step.config, self._step.config.attention
+        config = self._step.config
+        attention = self._step.config.attention
         has_pieces = (
             attention.document_mask and not attention.shared_prefixes and self._step.model is None
         )
@@ -274,7 +278,8 @@ class Evaluator:
         Args:
           inputs: the held-out sequences, or a variant of them with other positions and segment ids.
         """
-        mesh, order = self._step.mesh, self._step.sequence_order
+        mesh = self._step.mesh
+        order = self._step.sequence_order
         batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
         stream = batches(
             _Repeated(inputs, self.num_sequences),
@@ -301,7 +306,8 @@ def _in_loss(
     """A sequence and its losses; of the rows of its loss, if it has any: see `Batch.loss_tokens`."""
     if "loss_tokens" not in sequence:
         return sequence, losses_S
-    tokens, segments = sequence["loss_tokens"], sequence["loss_segments"]
+    tokens = sequence["loss_tokens"]
+    segments = sequence["loss_segments"]
     positions = sequence["positions"][tokens]
     return {**sequence, "positions": positions, "segment_ids": segments}, losses_S[tokens]
 
@@ -310,7 +316,8 @@ class _Repeated:
     """Cycles through the first sequences; repeats pad the last batch."""
 
     def __init__(self, sequences: Sequences, num_sequences: int):
-        self._sequences, self._num_sequences = sequences, num_sequences
+        self._sequences = sequences
+        self._num_sequences = num_sequences
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self._sequences[i % self._num_sequences]

@@ -334,10 +334,14 @@ def _open_metrics(
     stages: Sequence[PreparedStage], outputs: Outputs, position: Position
 ) -> MetricsLog:
     """The metrics, as they were after the step of `position`."""
-    is_primary, writers, workdir = jax.process_index() == 0, [], outputs.workdir
-    config, stage = stages[0].config, stage_until(stages, position.step)
+    is_primary = jax.process_index() == 0
+    writers = []
+    workdir = outputs.workdir
+    config = stages[0].config
+    stage = stage_until(stages, position.step)
     if is_primary and config.train.wandb_project:
-        run_id, settings = read_manifest(workdir)["run_id"], stored_settings(workdir)
+        run_id = read_manifest(workdir)["run_id"]
+        settings = stored_settings(workdir)
         writers.append(
             WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log)
         )

@@ -119,7 +119,8 @@ class Result(TrainedModel):
         return f"Result(step {self.step} of {self.config.train.steps}{loss}, {displayed(self.workdir)})"
 
     def _repr_html_(self) -> str:
-        losses, speed = self.history.column("loss")[1], self.history.median("tokens_per_second")
+        losses = self.history.column("loss")[1]
+        speed = self.history.median("tokens_per_second")
         rows = [("steps", f"{self.step:,} of {self.config.train.steps:,}")]
         if len(losses):
             rows.append(
@@ -236,7 +237,8 @@ def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
     """`config`, with the tokenizer copied to `workdir` if its original Hugging Face directory is
     gone.
     """
-    path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
+    path = Path(config.data.tokenizer)
+    copy = workdir / COPY_DIRECTORY / TOKENIZER_FILE
     is_of_model = path == local_path(config.model.init_from) / TOKENIZER_FILE
     if not is_of_model or path.exists() or not copy.is_file():
         return config

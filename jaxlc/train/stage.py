@@ -70,8 +70,10 @@ class StageRun(Outputs):
     def actions(self) -> tuple[Action, ...]:
         """The others, in their order."""
         config = self.stage.config
-        evals, exports = config.train.eval_every_steps, config.rollouts.export_every_steps
-        measures, samples = config.runtime.straggler_every_steps, config.train.sample_every_steps
+        evals = config.train.eval_every_steps
+        exports = config.rollouts.export_every_steps
+        measures = config.runtime.straggler_every_steps
+        samples = config.train.sample_every_steps
         with_rollouts = config.rollouts.source != ""
         actions = [
             (with_rollouts, Action(1, self.report_rollouts)),
@@ -119,11 +121,9 @@ class StageRun(Outputs):
         """Makes the rollouts of the next step, if the policy makes them; otherwise training waits
         for their file.
         """
-        maker, sequences, step = (
-            self.stage.rollout_maker,
-            self.stage.source.train,
-            position.step + 1,
-        )
+        maker = self.stage.rollout_maker
+        sequences = self.stage.source.train
+        step = position.step + 1
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.progress_bar("making rollouts"):
                 maker(position.state.params, step, sequences.path(step))
@@ -168,12 +168,14 @@ class StageRun(Outputs):
         WORKDIR/samples, unless they exist. A failure on any process ends sampling on all of them,
         and training goes on.
         """
-        sampler, step = self.stage.sampler, position.step
+        sampler = self.stage.sampler
+        step = position.step
         path = self.workdir / SAMPLES / f"{step}.jsonl"
         is_known = text_of_process_0(SAMPLES, str(path.is_file())) == "True"
         if sampler.problem or is_known:
             return position
-        texts, problem = dict[str, str](), ""
+        texts = dict[str, str]()
+        problem = ""
         with watchdog.phase(SAMPLES), self.progress.progress_bar("generating samples"):
             try:
                 texts = sampler(position.state.params, self.workdir)
@@ -195,7 +197,9 @@ class StageRun(Outputs):
     def reward(self, position: Position) -> Position:
         """Writes means over the answers to rollouts.eval_prompts to metrics.jsonl, if there are any
         and they are not known."""
-        step, stage, prompts = position.step, self.stage, self.stage.config.rollouts.eval_prompts
+        step = position.step
+        stage = self.stage
+        prompts = self.stage.config.rollouts.eval_prompts
         if HELDOUT_REWARD in self.checkpoints.evaluation(step) or not prompts:
             return position
         path = stage.source.train.path(step)
@@ -252,10 +256,8 @@ class StageRun(Outputs):
     def _save(self, position: Position, every: int, is_local: bool = False) -> bool:
         """Saves a checkpoint of those of every `every` steps; False: the step has one."""
         with watchdog.phase("checkpoint"), self.timings.saving():
-            part, meta = (
-                checkpoint_part(self.stage.step, position.state),
-                self._meta(position, every),
-            )
+            part = checkpoint_part(self.stage.step, position.state)
+            meta = self._meta(position, every)
             return self.checkpoints.save(position.step, part, meta, is_local=is_local)
 
     def _meta(self, position: Position, every: int) -> dict[str, Any]:
@@ -288,7 +290,8 @@ class StageRun(Outputs):
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the
         checkpoints.
         """
-        evaluation, evaluator = end.evaluation, self.stage.evaluator
+        evaluation = end.evaluation
+        evaluator = self.stage.evaluator
         if stop is Stop.DONE:
             if evaluator is not None:
                 if evaluation is None:
@@ -375,7 +378,8 @@ def prepare_workdir(workdir: str | Path) -> Path:
     Raises:
       UserError: it is not writable, or a file in it is a symbolic link.
     """
-    path, advice = local_path(workdir).absolute(), "use a different --workdir"
+    path = local_path(workdir).absolute()
+    advice = "use a different --workdir"
     make_writable(path, advice)
     links = sorted(
         entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir()

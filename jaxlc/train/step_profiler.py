@@ -58,7 +58,9 @@ class StepProfiler:
           log: prints one line.
         """
         settings = config.profile
-        self._config, self._run_step, self._log = config, run_step, log
+        self._config = config
+        self._run_step = run_step
+        self._log = log
         self._directory = workdir / PROFILE_DIRECTORY
         is_traced = settings.processes == "all" or jax.process_index() == 0
         self._steps = settings.traced_steps if is_traced else range(0)
@@ -132,7 +134,8 @@ class StepProfiler:
         jax.profiler.start_trace(directory, profiler_options=options)
 
     def _stop(self, last: int | None) -> None:
-        first, self._first_traced = self._first_traced, None
+        first = self._first_traced
+        self._first_traced = None
         if self._config.profile.tool == "nsys":
             _cuda_runtime().cudaProfilerStop()
             return

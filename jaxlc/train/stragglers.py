@@ -91,13 +91,13 @@ class Stragglers:
         Args:
           log: prints a line.
         """
-        self._every, self._factor, self._log = (
-            config.straggler_every_steps,
-            config.straggler_factor,
-            log,
-        )
-        self._client, self._path = coordination_client(), workdir / TIMES_FILE
-        self._host, self._number = socket.gethostname(), 0
+        self._every = config.straggler_every_steps
+        self._factor = config.straggler_factor
+        self._log = log
+        self._client = coordination_client()
+        self._path = workdir / TIMES_FILE
+        self._host = socket.gethostname()
+        self._number = 0
         self._published: Times | None = None
         self._checkpoint_seconds = dict.fromkeys(_CHECKPOINT_EVENTS.values(), 0.0)
         self._phases_before: dict[str, float] = {}
@@ -135,7 +135,8 @@ class Stragglers:
         devices: dict[str, list[float]] = {}
         if start - self._last_probe >= self._probe_seconds / _MAX_SHARE:
             devices = device_times(jax.local_devices())
-            self._probe_seconds, self._last_probe = time.monotonic() - start, time.monotonic()
+            self._probe_seconds = time.monotonic() - start
+            self._last_probe = time.monotonic()
         totals = (
             dict.fromkeys((*_PHASES, DEVICES), 0.0)
             | watchdog.phase_seconds()
@@ -144,7 +145,8 @@ class Stragglers:
         names = (*_PHASES, DEVICES, _COPIED, _WRITTEN)
         phases = {name: totals[name] - self._phases_before.get(name, 0.0) for name in names}
         seconds = start - self._last
-        self._phases_before, self._last = totals, time.monotonic()
+        self._phases_before = totals
+        self._last = time.monotonic()
         devices = {
             name: [round(time, _DIGITS) for time in times] for name, times in devices.items()
         }
@@ -168,7 +170,8 @@ class Stragglers:
         """Compares what was published at the measurement before, on process 0; empty if none is
         slow.
         """
-        own, self._published = self._published, None
+        own = self._published
+        self._published = None
         if own is None or jax.process_index() != 0:
             return []
         rows = [own]
@@ -230,7 +233,8 @@ def times_of(rows: Iterable[Times], cause: str) -> Iterator[tuple[Times, int | N
 
 
 def _line(slow: Slow) -> str:
-    times, name = slow.times, f"process {slow.times.process_id} on {slow.times.host}"
+    times = slow.times
+    name = f"process {slow.times.process_id} on {slow.times.host}"
     if slow.device is not None:
         what = "a fixed matrix product" if slow.cause == PRODUCT else "a fixed copy to the host"
         took = f"{what} takes {1e3 * slow.seconds:.2f} ms, and {1e3 * slow.median_seconds:.2f} ms in the median"

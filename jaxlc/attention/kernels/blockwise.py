@@ -315,14 +315,16 @@ def _online_softmax(carry, queries: Queries, keys: Keys, spec: AttentionSpec):
     p_BSR = jnp.exp(scale * (scores_BSR - finite_max_B1R))
     shrink_B1R = jnp.exp(scale * (max_B1R - finite_max_B1R))
     total_B1R = shrink_B1R * total_B1R + p_BSR.sum(axis=1, keepdims=True)
-    v_BHS, dtype = keys.v_JBSH.swapaxes(1, 2), keys.v_JBSH.dtype
+    v_BHS = keys.v_JBSH.swapaxes(1, 2)
+    dtype = keys.v_JBSH.dtype
     out_BHR = shrink_B1R * out_BHR + _matmul("BHS,BSR->BHR", v_BHS, p_BSR.astype(dtype))
     return new_max_B1R, total_B1R, out_BHR
 
 
 def _block_gradients(queries: Queries, keys: Keys, stats: QueryStats, spec: AttentionSpec):
     """The contribution of one pair of blocks to (dq_BHR, dk_BSH, dv_BSH), float32."""
-    scale, dtype = spec.scale_for(keys.k_JBSH.shape[-1]), keys.v_JBSH.dtype
+    scale = spec.scale_for(keys.k_JBSH.shape[-1])
+    dtype = keys.v_JBSH.dtype
     scores_BSR = scale * _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
     p_BSR = _mask(jnp.exp(scores_BSR - stats.lse_IB1R), queries, keys, 0.0)
     # otherwise XLA on CPU computes the exponentials once per use: twice
@@ -367,7 +369,8 @@ def _skip_if_fully_masked(queries: Queries, keys: Keys, compute, carry):
     """`compute(carry)`, or carry if the bounds of the key ranges show that the blocks are fully
     masked.
     """
-    ranges, num_keys = queries.ranges_IB1R, keys.k_JBSH.shape[1]
+    ranges = queries.ranges_IB1R
+    num_keys = keys.k_JBSH.shape[1]
     if ranges is None:
         return compute(carry)
     may_attend = (ranges.min_start_I < keys.first_J + num_keys) & (keys.first_J < ranges.max_end_I)

@@ -99,7 +99,8 @@ def _value_dim_unsupported(problem: AttentionProblem, major: int) -> str | None:
     Packed calls have one array of offsets for keys and values, in elements, so their rows have the
     same width (JAX's `_dot_product_attention_fwd_cuda_lowering`).
     """
-    first, version = _FIRST_VERSION_FOR_VALUE_DIM, problem.cudnn_version
+    first = _FIRST_VERSION_FOR_VALUE_DIM
+    version = problem.cudnn_version
     name = f"head dim {problem.value_dim} of values"
     if not problem.implicit_positions:
         return f"{name} with key ranges (supported: head dim of queries, {problem.head_dim})"
@@ -165,7 +166,8 @@ def check_deterministic(device: jax.Device) -> None:
     Raises:
       UserError: it is a Blackwell GPU, and cuDNN is too old.
     """
-    first, version = _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL, cudnn_version()
+    first = _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL
+    version = cudnn_version()
     if int(device.compute_capability.partition(".")[0]) >= 10 and version < first:
         raise UserError(
             "config.runtime.deterministic=True is unsupported by attention kernel cudnn on compute capability"
@@ -309,7 +311,8 @@ def call_for(
             return packed, (jax.tree.map(lambda x: x[0], ranges),)
         call, operands = (lambda *operands: packed(*operands).values()), tuple(ranges)
     else:
-        call, operands = functools.partial(implicit, spec=spec), ()
+        call = functools.partial(implicit, spec=spec)
+        operands = ()
     foldable = _fold_vmap_into_batch(call)
     return (lambda *operands: CallResults(foldable(*operands), tuple)), operands
 
@@ -345,7 +348,8 @@ def _backward(q_BTNH, k_BSKH, *operands, spec: AttentionSpec):
 
 def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict:
     """The static arguments of a call without ranges."""
-    num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
+    num_queries = q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
     if spec.causal and num_queries != num_keys:
         raise Unsupported(
             f"unsupported by attention kernel cudnn: causal attention of {num_queries} queries over {num_keys} keys"

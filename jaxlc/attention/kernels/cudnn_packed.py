@@ -73,7 +73,8 @@ def buckets(
     Args:
       min_tokens: of the smallest size. None: MIN_BUCKET_TOKENS.
     """
-    sizes, factor = [], 1
+    sizes = []
+    factor = 1
     while factor == 1 or (
         num_queries % factor == num_keys % factor == 0
         and min(num_queries, num_keys) >= factor * (min_tokens or MIN_BUCKET_TOKENS)
@@ -335,7 +336,8 @@ def forward(
       Unsupported: q or k has 2^31 elements or more, or the spec has a window.
     """
     _check(q_BTNH, k_BSKH, spec)
-    block, settings = Block.create(q_BTNH, k_BSKH, table, spec), _settings(q_BTNH, spec)
+    block = Block.create(q_BTNH, k_BSKH, table, spec)
+    settings = _settings(q_BTNH, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
@@ -363,11 +365,13 @@ def backward(
     Otherwise as `forward`.
     """
     _check(q_BTNH, k_BSKH, spec)
-    block, settings = Block.create(q_BTNH, k_BSKH, table, spec), _settings(q_BTNH, spec)
+    block = Block.create(q_BTNH, k_BSKH, table, spec)
+    settings = _settings(q_BTNH, spec)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v, out, dout = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
-        operands, lse = block.operands(documents), block.pack_lse(lse_BNT, bucket, documents)
+        operands = block.operands(documents)
+        lse = block.pack_lse(lse_BNT, bucket, documents)
         results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, **settings)
         return tuple(
             dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True)
@@ -480,7 +484,8 @@ class Block(NamedTuple):
           documents: for each result, the document of its rows, broadcast to its shape.
           unwritten: for each result, the value in rows that belong to no document.
         """
-        calls, results = self.calls.begins, []
+        calls = self.calls.begins
+        results = []
         for (bucket, first), rows in zip(calls, self.table.once, strict=True):
             with jax.named_scope(scopes.MORE_DOCUMENTS) if first else nullcontext():
                 results.append(call(bucket, rows))
@@ -514,7 +519,8 @@ class Block(NamedTuple):
         rows: tuple[jax.Array, ...],
     ):
         """`rows` with the rows of the documents after the calls outside of the loop."""
-        sizes, repeated = self.calls.sizes, self.calls.repeated
+        sizes = self.calls.sizes
+        repeated = self.calls.repeated
 
         def call_bucket(bucket: Bucket, first):
             rows = self.table.repeated.rows_at(

@@ -233,7 +233,8 @@ def ffi_backward(q, k, v, out, lse, dout, *offsets, spec: AttentionSpec, **setti
     num_sequences = len(offsets[0]) - 1 if offsets else batch[0]
     num_rows = int(np.prod(batch)) * num_tokens + SCRATCH_ROWS * (num_sequences + 1)
     scratch = jax.ShapeDtypeStruct((num_heads * num_rows,), jnp.float32)
-    name, operands = "varlen_bwd" if offsets else "bwd", (dout, q, k, v, out, lse, *offsets)
+    name = "varlen_bwd" if offsets else "bwd"
+    operands = (dout, q, k, v, out, lse, *offsets)
     dq, dk, dv, *_ = _ffi_call(name, (q, k, v, scratch, scratch), operands, spec, **settings)
     return dq, dk, dv
 
@@ -249,7 +250,8 @@ def _backward(q_BTNH, k_BSKH, *operands, spec: AttentionSpec):
 
 
 def _check_lengths(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> None:
-    num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
+    num_queries = q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
     if spec.causal and num_queries > num_keys:
         raise Unsupported(
             f"unsupported by attention kernel fa3: causal attention of {num_queries} queries over {num_keys} keys"
@@ -318,7 +320,8 @@ class _Segments:
         q_start, kv_start, q_length, self.kv_length = (
             x[by_query] for x in (q_start, kv_start, q_length, kv_length)
         )
-        self.is_gathered, self.kv_start = not spec.causal, kv_start
+        self.is_gathered = not spec.causal
+        self.kv_start = kv_start
         self.begin = jnp.cumsum(self.kv_length) - self.kv_length  # of gathered keys
         begin = self.begin if self.is_gathered else kv_start
         end = begin + self.kv_length

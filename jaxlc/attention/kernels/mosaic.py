@@ -357,7 +357,8 @@ def _gradients(
     """(dq_BTNH, dk_BSKH, dv_BSKH), float32: one call, or one for each pair of blocks that is not
     fully masked.
     """
-    num_queries, num_keys = queries.q_BTNH.shape[1], k_BSKH.shape[1]
+    num_queries = queries.q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
     has_pairs = queries.start_BT is not None and max(num_queries, num_keys) > PAIR_BLOCK_TOKENS
     q_block, kv_block = (
         PAIR_BLOCK_TOKENS
@@ -397,7 +398,8 @@ def _sum_over_pairs(
     """The sums of (dq, dk, dv) over pairs of a query block and a KV block; block sizes divide T and
     S.
     """
-    num_q_blocks, num_kv_blocks = queries.q_BTNH.shape[1] // q_block, k_BSKH.shape[1] // kv_block
+    num_q_blocks = queries.q_BTNH.shape[1] // q_block
+    num_kv_blocks = k_BSKH.shape[1] // kv_block
 
     def kv_block_step(dq_BTNH, j):
         first_key = j * kv_block

@@ -68,7 +68,8 @@ def check_packed(
             device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements
         )
         for problem in problems:
-            ranges, inputs = problem.ranges(), problem.inputs(head_dim, dtype)
+            ranges = problem.ranges()
+            inputs = problem.inputs(head_dim, dtype)
             call = functools.partial(problem.results, module, ranges, *inputs)
             failure = f"{library} fails on packed documents"
             results = results_among_nan(call, device, failure, advice)
@@ -151,12 +152,14 @@ class _Problem(NamedTuple):
     def _rows(self, first, ranges: KeyRanges, inputs, results):
         """The rows from `first` on of the results, and of the reference."""
         (q, k, v, dout), (out, lse, *gradients) = inputs, results
-        all_results, num_rows = QueryResults(out, lse, dout, jnp.zeros_like(lse)), self._num_rows
+        all_results = QueryResults(out, lse, dout, jnp.zeros_like(lse))
+        num_rows = self._num_rows
 
         def rows(x, axis=1):
             return lax.dynamic_slice_in_dim(x, first, num_rows, axis)
 
-        q_rows, q_ranges = rows(q), KeyRanges(*map(rows, ranges))
+        q_rows = rows(q)
+        q_ranges = KeyRanges(*map(rows, ranges))
         q_results = QueryResults(*map(rows, all_results, (1, 2, 1, 2)))
         expected = reference.forward(q_rows, k, v, q_ranges, self.spec)
         dq, _, _ = reference.backward(q_rows, k, v, q_ranges, self.spec, q_results)

@@ -529,10 +529,8 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
 
     q_BTNH, k = operands[:2]
-    tuning, mask = (
-        tuning_params(kernel.__name__, q_BTNH.dtype.name),
-        _mask(kernel.__name__, q_BTNH, k, spec),
-    )
+    tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
+    mask = _mask(kernel.__name__, q_BTNH, k, spec)
 
     def run(interpret: bool):
         scale = spec.scale_for(q_BTNH.shape[-1])

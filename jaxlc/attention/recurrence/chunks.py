@@ -63,9 +63,11 @@ def unit_lower_inverse(A: jax.Array) -> jax.Array:
     [-Q' X P', Q']] with the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal
     in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
     """
-    inverse, size = jnp.ones((*A.shape[:-1], 1, 1), A.dtype), 1
+    inverse = jnp.ones((*A.shape[:-1], 1, 1), A.dtype)
+    size = 1
     while size < A.shape[-1]:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        first = inverse[..., 0::2, :, :]
+        second = inverse[..., 1::2, :, :]
         below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
         corner = -product("...ij,...jk->...ik", second, product("...ij,...jk->...ik", below, first))
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
@@ -149,7 +151,8 @@ def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
 
     See `Affine`; M has a row for each state if nothing is corrected, and for each channel otherwise.
     """
-    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    chunks = _chunks(tokens, rule)
+    dtype = tokens.q_BLGK.dtype
     no_state = jnp.zeros_like(chunks.added[0])
     if chunks.correction is not None:
         key_dim = no_state.shape[-2]
@@ -275,7 +278,8 @@ def _in_order(out_BNHCV: jax.Array) -> jax.Array:
 def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the
     first one; and the state that leaves the last one."""
-    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    chunks = _chunks(tokens, rule)
+    dtype = tokens.q_BLGK.dtype
     S_BHKV, entering = _states(S_BHKV, chunks, dtype)
     return _in_order(_outputs(chunks, entering, dtype)), S_BHKV
 
@@ -413,7 +417,8 @@ def _decayed_products(
     prefixes: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
-    num_heads, dtype = G.shape[3], k.dtype
+    num_heads = G.shape[3]
+    dtype = k.dtype
 
     def repeated(x):  # [N, B, G, ...] -> [N, B, H, ...]
         return jnp.repeat(x, num_heads // x.shape[2], axis=2)
@@ -439,7 +444,8 @@ def _products_by_channel(
     By blocks that double, as in `unit_lower_inverse`: tokens of the second one of two blocks read
     the states of the first one, as chunks do.
     """
-    size, none = _DIRECT_TOKENS, jnp.zeros((), segments.dtype)
+    size = _DIRECT_TOKENS
+    none = jnp.zeros((), segments.dtype)
 
     def blocks(x, axis):  # [..., C, ...] -> [..., C / size, size, ...]
         return x.reshape(*x.shape[:axis], -1, size, *(x.shape[axis + 1 :] if axis < -1 else ()))
@@ -521,7 +527,8 @@ def _paths(segments: jax.Array, before: jax.Array, prefixes: Sequence[jax.Array]
     lower = jnp.tri(segments.shape[-1], dtype=bool)
     visible = lower & (segments[..., :, None] == segments[..., None, :])
     has_entered = segments == before
-    enters, last = [has_entered], [None]
+    enters = [has_entered]
+    last = [None]
     for prefix in prefixes:
         in_branch = prefix != 0
         in_prefix = lower & (prefix[..., :, None] == segments[..., None, :]) & in_branch[..., None]

@@ -64,7 +64,8 @@ def taps_of_prefixes(
       x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
       prefixes: [B, L, D], of the fragments.
     """
-    num_before, sums = len(weights_PW) - 1, []
+    num_before = len(weights_PW) - 1
+    sums = []
     chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
 
     @functools.partial(jax.vmap, in_axes=-1, out_axes=2)
@@ -99,7 +100,8 @@ def tails_before(last: list[Tail], ranks: Ranks) -> list[Tail]:
 def _chunks(
     x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BLD: jax.Array, num_before: int
 ) -> _Chunks:
-    num_tokens, size = prefixes_BLD.shape[1], max(_CHUNK_TOKENS, num_before)
+    num_tokens = prefixes_BLD.shape[1]
+    size = max(_CHUNK_TOKENS, num_before)
     missing = -num_tokens % size
 
     def cut(x):  # with the tokens before each chunk
@@ -159,7 +161,8 @@ def _sums(chunks: _Chunks, tails: Tail, weights_PW: jax.Array) -> jax.Array:
     def with_tails(tails, tokens):  # [B, chunks, rows, ...]
         return jnp.concatenate([tails.reshape(*tails.shape[:2], -1, *tails.shape[4:]), tokens], 2)
 
-    rows, row_segments = with_tails(tails.x, chunks.x), with_tails(tails.segments, chunks.segments)
+    rows = with_tails(tails.x, chunks.x)
+    row_segments = with_tails(tails.segments, chunks.segments)
     own = chunks.segments[..., num_before:]
     # The tokens that each token reads of its own segment, besides itself, and of deeper levels.
     number = sum(
@@ -167,8 +170,10 @@ def _sums(chunks: _Chunks, tails: Tail, weights_PW: jax.Array) -> jax.Array:
     )
     distance = 0  # of rows that are tokens of prefixes, along the path; 0: other rows
     for level in reversed(range(num_levels)):
-        prefix, end = chunks.prefixes[..., level], chunks.ends[..., level]
-        tail_end, chunk_start = num_before * (level + 1) - 1, num_before * (num_levels + 1)
+        prefix = chunks.prefixes[..., level]
+        end = chunks.ends[..., level]
+        tail_end = num_before * (level + 1) - 1
+        chunk_start = num_before * (num_levels + 1)
         end = jnp.where(end < 0, tail_end, chunk_start + end)
         from_end = end[..., None] - jnp.arange(rows.shape[2])
         is_row = (row_segments[:, :, None] == prefix[..., None]) & (prefix > 0)[..., None]

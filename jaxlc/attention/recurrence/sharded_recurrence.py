@@ -330,11 +330,10 @@ def _mixed_by_document(
         return unit_lengths(rule, *(_filtered_groups(*x, table) for x in zip(*arrays)))
 
     q_k_v = filtered_operands(arrays, before, operands.filters)
-    num_places, num_fragments = table.token_of_place_bGg.shape[-1], table.last_tokens_bFP.shape[1]
-    segments_bGg, segment_before_bG = (
-        table.segments_bGL[..., -num_places:],
-        table.segments_bGL[..., -num_places - 1],
-    )
+    num_places = table.token_of_place_bGg.shape[-1]
+    num_fragments = table.last_tokens_bFP.shape[1]
+    segments_bGg = table.segments_bGL[..., -num_places:]
+    segment_before_bG = table.segments_bGL[..., -num_places - 1]
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         gates = jax.tree.map(lambda x: in_groups(x, table), operands[3:6])
         tokens = Tokens(*q_k_v, *gates, segments_bGg, segment_before_bG)
@@ -348,7 +347,8 @@ def _filtered_groups(
     x_bthW: jax.Array, before_bFPw: jax.Array, conv: Filter, table: GroupTable
 ) -> jax.Array:
     """As `filtered`, [b, G, g, h, W]."""
-    flat_btw, heads = x_bthW.reshape(*x_bthW.shape[:2], -1), x_bthW.shape[2:]
+    flat_btw = x_bthW.reshape(*x_bthW.shape[:2], -1)
+    heads = x_bthW.shape[2:]
     with jax.named_scope(scopes.CONVOLUTION):
         x_bGLw = with_halos(in_groups(flat_btw, table), before_bFPw, table.started_bG)
     segments_BL = table.segments_bGL.reshape(-1, x_bGLw.shape[2])  # of b x G sequences
@@ -366,7 +366,8 @@ def filtered(
     """silu of the convolution and its bias of each channel of each head, computed in float32 or wider,
     in the dtype of x; `how`: further arguments of `convolution`.
     """
-    flat, taps_PhW = x_bthW.reshape(*x_bthW.shape[:2], -1), conv.taps_PhW
+    flat = x_bthW.reshape(*x_bthW.shape[:2], -1)
+    taps_PhW = conv.taps_PhW
     out = convolution(flat, taps_PhW.reshape(len(taps_PhW), -1), segments_bt, prefixes_btD, **how)
     wide = _wide(out).reshape(x_bthW.shape)
     if conv.bias_hW is not None:

@@ -243,13 +243,15 @@ def short_convolution(
         raise UserError(
             f"invalid shapes x {x_BTW.shape} and weights {weights_PW.shape}: expected [B, T, W] and [P, W]"
         )
-    arrays, heads = (x_BTW, segment_ids, weights_PW), f"{x_BTW.shape[2]} channels"
+    arrays = (x_BTW, segment_ids, weights_PW)
+    heads = f"{x_BTW.shape[2]} channels"
     where = mesh, context_axis, batch_axes, head_axis, token_order
     return _on_mesh(_convolution, arrays, 1, heads, where)
 
 
 def _convolution(x_btW, segments_bt, weights_PW, *, ranks: Ranks, num_fragments: int) -> jax.Array:
-    reach, fragment_tokens = len(weights_PW) - 1, x_btW.shape[1] // num_fragments
+    reach = len(weights_PW) - 1
+    fragment_tokens = x_btW.shape[1] // num_fragments
     if reach > fragment_tokens:
         raise UserError(
             f"a convolution of {reach + 1} taps reaches beyond the {fragment_tokens} tokens of a fragment; use a longer"
@@ -273,7 +275,8 @@ def _on_mesh(
             f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
         )
     settings["num_fragments"] = num_fragments = 2 if token_order == "zigzag" else 1
-    segment_ids, shape_BT = arrays[num_with_heads], arrays[0].shape[:2]
+    segment_ids = arrays[num_with_heads]
+    shape_BT = arrays[0].shape[:2]
     if segment_ids is not None and segment_ids.shape != shape_BT:
         raise UserError(
             f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {shape_BT}"

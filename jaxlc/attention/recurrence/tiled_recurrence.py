@@ -141,7 +141,8 @@ class TiledRecurrence(NamedTuple):
         return Operands(*operands).split_over(self.mesh.shape[TENSOR])
 
     def _call(self, local: Callable, out_specs, operands: tuple, before, segments, *states):
-        operands, local = self._split_over(operands), functools.partial(local, rule=self.rule)
+        operands = self._split_over(operands)
+        local = functools.partial(local, rule=self.rule)
         in_specs = operands.specs, HEADS, _TOKENS, *(_PIECES for _ in states)
         return shard_map(local, self.mesh, in_specs, out_specs)(operands, before, segments, *states)
 
@@ -204,7 +205,8 @@ def _filtered(arrays: tuple, before: tuple, filters: tuple, segments: TileSegmen
     def with_before(x_bt, before_bt):
         return jnp.concatenate([_pieces(before_bt), _pieces(x_bt)], axis=1)
 
-    segments_BL, prefixes_BLD = with_before(segments.own_Bt, segments.before_Bt), None
+    segments_BL = with_before(segments.own_Bt, segments.before_Bt)
+    prefixes_BLD = None
     num_before = segments.before_Bt.shape[1] // 2
     if segments.prefixes_BtD is not None:
         own = _pieces(segments.prefixes_BtD)

@@ -50,7 +50,8 @@ def prepare(
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks):
     """The PartitionSpecs of the arrays of `prepare`."""
-    tokens, all_tokens = PartitionSpec(batch_axes, ranks.axis), PartitionSpec(batch_axes)
+    tokens = PartitionSpec(batch_axes, ranks.axis)
+    all_tokens = PartitionSpec(batch_axes)
     return tokens if spec.window is not None else GatheredRanges(tokens, all_tokens, all_tokens)
 
 

@@ -287,7 +287,8 @@ def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
 
 
 def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
-    q, blocks = qkv.q_btnH, _blocks(qkv)
+    q = qkv.q_btnH
+    blocks = _blocks(qkv)
     own = blocks.packed()
     block = ring.send(own)  # overlaps with attention over the rank's own block
     calls = calls_of(
@@ -309,7 +310,8 @@ def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
 
 
 def _backward_steps(results: QueryResults, qkv: ShardedQKV, ring: "RingState", num_steps: int):
-    q, blocks = qkv.q_btnH, _blocks(qkv)
+    q = qkv.q_btnH
+    blocks = _blocks(qkv)
     own = blocks.packed()
     block = ring.send(own)
     calls = calls_of(
@@ -409,7 +411,8 @@ class RingState(NamedTuple):
         out, lse = out_lse
         for half, *partial in zip(halves.query_halves, *(jnp.split(x, 2) for x in results)):
             out_half, lse_half = merge(half_of(out, half), half_of(lse, half, axis=2), *partial)
-            out, lse = update_half(out, half, out_half), update_half(lse, half, lse_half, axis=2)
+            out = update_half(out, half, out_half)
+            lse = update_half(lse, half, lse_half, axis=2)
         return in_flight, (out, lse)
 
     @jax.named_scope(scopes.RING_STEP)
@@ -425,7 +428,8 @@ class RingState(NamedTuple):
             in_flight, (dq_block, dk, dv) = _receive(in_flight, calls)
             return in_flight, dq + dq_block, dk, dv
         halves = self._select_halves(step)
-        operands, results = halves.operands(q, k, v), halves.results(results)
+        operands = halves.operands(q, k, v)
+        results = halves.results(results)
         calls = calls_of(self.kernel, "backward", *operands, ranges, spec, results)
         in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, calls)
         dq = add_to_halves(dq, halves.query_halves, dq_pair)

@@ -70,7 +70,8 @@ def to_natural(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
         return x
     lo, hi = jnp.split(x, 2, dim)
     is_odd_rank = lax.axis_index(ranks.axis) % 2 == 1
-    even, odd = jnp.where(is_odd_rank, hi, lo), jnp.where(is_odd_rank, lo, hi)
+    even = jnp.where(is_odd_rank, hi, lo)
+    odd = jnp.where(is_odd_rank, lo, hi)
     chunks = (
         lax.ppermute(chunk, ranks.axis, _owners(ranks.size, parity))
         for parity, chunk in enumerate((even, odd))
@@ -297,7 +298,8 @@ class ShardedAttention:
         else:
             num_head_ranks = self.axes.num_head_ranks(self.mesh)
             k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
-            value_dim, kv_specs = v_BSKH.shape[-1], (heads, heads)
+            value_dim = v_BSKH.shape[-1]
+            kv_specs = (heads, heads)
         local = functools.partial(
             attend_shard,
             config=self.config,

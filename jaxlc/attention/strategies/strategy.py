@@ -135,7 +135,8 @@ def check_shapes(
     """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k
     and v are floats.
     """
-    q_shape, k_shape = q_BTNH.shape, k_BSKH.shape
+    q_shape = q_BTNH.shape
+    k_shape = k_BSKH.shape
     are_consistent = (
         q_shape[:2] == k_shape[:2]
         and q_shape[3:] == k_shape[3:]
@@ -206,7 +207,8 @@ def check_split(
       heads: the heads and their numbers, for the error.
     """
     batch, num_tokens, num_heads = shape_BTN
-    context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
+    context = mesh.shape[axes.context]
+    head_ranks = axes.num_head_ranks(mesh)
     batch_ranks = math.prod(mesh.shape[axis] for axis in axes.batch)
     if num_heads % head_ranks or (num_shared % head_ranks and head_ranks % num_shared):
         raise UserError(f"{heads} do not split over {axes.head}={head_ranks}")
@@ -266,7 +268,8 @@ class Expansion:
         Args:
           latent_bsC: R entries, then the part of the key that all heads share.
         """
-        dtype, rank = latent_bsC.dtype, len(self.weight_RnE)
+        dtype = latent_bsC.dtype
+        rank = len(self.weight_RnE)
         latent_bsR, shared_bsP = jnp.split(latent_bsC, [rank], axis=-1)
         expanded = jnp.einsum("bsR,RnE->bsnE", latent_bsR, self.weight_RnE.astype(dtype))
         if self.a_Rr is not None:

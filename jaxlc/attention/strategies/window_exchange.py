@@ -111,7 +111,8 @@ def _prepend_halo(x_bs: jax.Array, halo_tokens: int, ranks: Ranks) -> jax.Array:
     in x.
     """
     pair = jnp.split(x_bs, 2, axis=1)
-    parts, missing_tokens = [_stack_batch(pair)], halo_tokens
+    parts = [_stack_batch(pair)]
+    missing_tokens = halo_tokens
     while missing_tokens > 0:
         num_sent = min(missing_tokens, pair[0].shape[1])
         pair = predecessors([x[:, x.shape[1] - num_sent :] for x in pair], ranks)
@@ -325,7 +326,8 @@ def _with_received(
     """x with the tokens of other ranks appended; zeros, the segment of padding, where a rank needs
     less than fits.
     """
-    parts, begin = [x_bt], 0
+    parts = [x_bt]
+    begin = 0
     for distance, room in _rooms(x_bt.shape[1], spec, ranks, shared_prefixes):
         sent = _take(x_bt, sent_bC[:, begin : begin + room])
         to = [(rank, (rank + distance) % ranks.size) for rank in range(ranks.size)]

@@ -50,7 +50,8 @@ from jaxlc.core.text import nearest_name
 def checkpoint_problems(config: Config) -> Iterator[str]:
     """The settings that keep checkpoints which are not saved, or not evaluated."""
     train = config.train
-    saves, evaluations = train.checkpoint_every_steps, train.eval_every_steps
+    saves = train.checkpoint_every_steps
+    evaluations = train.eval_every_steps
     if bool(train.local_checkpoints) != bool(train.local_checkpoint_every_steps):
         yield (
             f"config.train.local_checkpoints={train.local_checkpoints!r} and"
@@ -122,7 +123,8 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield f"text_field={source.text_field!r} has no effect with {other}={getattr(source, other)!r}; remove one"
     if source.max_tokens and source.max_tokens < source.min_tokens:
         yield f"max_tokens={source.max_tokens} is less than min_tokens={source.min_tokens}: no document is left"
-    limits, weights = source.length_limits, source.length_weights
+    limits = source.length_limits
+    weights = source.length_weights
     if list(limits) != sorted(set(limits)) or any(limit < 1 for limit in limits):
         yield f"length_limits={limits}: expected increasing numbers of tokens, at least 1"
     if (weights or limits) and len(weights) != len(limits) + 1:
@@ -196,7 +198,8 @@ def posttrain_problems(config: Config) -> Iterator[str]:
 
 
 def _rollout_problems(config: Config) -> Iterator[str]:
-    rollouts, posttrain = config.rollouts, config.posttrain
+    rollouts = config.rollouts
+    posttrain = config.posttrain
     if not rollouts.source:
         reason = (
             "without config.rollouts.source; set --config.rollouts.source=model, server or files"
@@ -223,7 +226,8 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         )
     if not posttrain.is_policy and not rollouts.teacher_server:
         yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo, dr_grpo or cispo"
-    every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
+    every = rollouts.export_every_steps
+    checkpoints = config.train.checkpoint_every_steps
     if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
         yield (
             f"config.rollouts.export_every_steps={every} exports checkpoints for another program: it needs"
@@ -336,7 +340,9 @@ def _loss_problems(config: Config) -> Iterator[str]:
 
 
 def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
-    low, high, limit = posttrain.weight_min, posttrain.weight_max, 1 + posttrain.clip_high
+    low = posttrain.weight_min
+    high = posttrain.weight_max
+    limit = 1 + posttrain.clip_high
     if not posttrain.importance_weights:
         reason = "without config.posttrain.importance_weights; set it to True"
         yield from without_effect("posttrain", posttrain, _OF_WEIGHTS, reason)
@@ -356,7 +362,8 @@ def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
 
 
 def _reference_problems(config: Config) -> Iterator[str]:
-    posttrain, model = config.posttrain, config.model
+    posttrain = config.posttrain
+    model = config.model
     is_used = posttrain.uses_reference and posttrain.reference in ("auto", "model")
     if posttrain.reference_model and not is_used:
         yield (
@@ -511,7 +518,8 @@ def _data_problems(config: Config) -> Iterator[str]:
 
 def _stream_problems(config: Config) -> Iterator[str]:
     """What needs the whole corpus, or does not read data.sources."""
-    data, sources = config.data, [source for source in config.data.mixture if source.share]
+    data = config.data
+    sources = [source for source in config.data.mixture if source.share]
     has_heldout = not data.eval_sources and config.train.eval_sequences
     unsupported = {
         "config.data.traces or config.rollouts": data.traces or config.rollouts.source,

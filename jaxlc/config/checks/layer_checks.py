@@ -56,7 +56,8 @@ def layer_problems(config: Config) -> Iterator[str]:
             " config.model.layer_kinds is sliding; use --config.model.layer_kinds=sliding, or sliding,full for"
             " alternating layers"
         )
-    num_named, first = len(model.first_layer_kinds) + len(model.layer_kinds), ""
+    num_named = len(model.first_layer_kinds) + len(model.layer_kinds)
+    first = ""
     if num_named > model.num_layers:
         if model.first_layer_kinds:
             first = "first_layer_kinds and config.model."
@@ -72,7 +73,8 @@ def layers_by_path(model: ModelConfig) -> dict[str, list[LayerConfig]]:
     own = {kind.name for kind in model.kinds}
     layers: dict[str, list[LayerConfig]] = {}
     for kind in model.used_kinds:
-        path, layer = f"model.kinds.{kind}" if kind in own else "model", model.of_kind(kind)
+        path = f"model.kinds.{kind}" if kind in own else "model"
+        layer = model.of_kind(kind)
         if layer not in layers.setdefault(path, []):
             layers[path].append(layer)
     return layers
@@ -102,7 +104,8 @@ def unused_problems(config: Config) -> Iterator[str]:
         if block is default_block or any(block in blocks_of(layer) for layer in layers):
             continue
         for setting in block.only_with if isinstance(block, HasOwnSettings) else ():
-            value, default = values[setting], defaults[setting]
+            value = values[setting]
+            default = defaults[setting]
             if value != default:
                 reason = f"has no effect, since the model has no {block.layers}"
                 is_of_model = setting.startswith("model.")
@@ -194,8 +197,10 @@ def _group_problems(config: Config) -> Iterator[str]:
     """Memory settings that require groups of layers, and that model.layer_kinds contradicts: those
     of the longest segment that repeats. The remat groups of others are as large as they can be.
     """
-    segment, group = config.model.repeated, config.memory.layers_per_remat_group
-    period, num_layers = len(segment.kinds), segment.num_layers
+    segment = config.model.repeated
+    group = config.memory.layers_per_remat_group
+    period = len(segment.kinds)
+    num_layers = segment.num_layers
     setting = f"config.memory.layers_per_remat_group={group}"
     if group > 1 and group % period:
         yield (
@@ -218,7 +223,8 @@ def without_effect(section: str, values: Any, names: Iterable[str], reason: str)
 
 def lora_problems(config: Config) -> Iterator[str]:
     """Problems of the section lora, and settings of frozen parameters where no parameter is frozen."""
-    lora, train = config.lora, config.train
+    lora = config.lora
+    train = config.train
     names = [*projection_paths()]
     if lora.rank or lora.projections != LoraConfig().projections:
         yield from projection_problems(config, "lora.projections", lora.projections, names)
@@ -313,7 +319,8 @@ def precision_problems(config: Config) -> Iterator[str]:
 
 
 def _quantized_problems(config: Config) -> Iterator[str]:
-    setting, memory = f"config.precision.frozen={config.precision.frozen!r}", config.memory
+    setting = f"config.precision.frozen={config.precision.frozen!r}"
+    memory = config.memory
     quantized = quantized_matrices(config.model, config)
     if config.precision.frozen == "mxfp4" and not quantized:
         yield f"{setting} is for frozen experts of gpt-oss, and this model has none; use --config.precision.frozen=nf4"

@@ -25,12 +25,10 @@ _TOGETHER = ("attention_out", "attention_lse")
 
 def tile_problems(config: Config) -> Iterator[str]:
     """Reasons why the layers of `config` cannot run in tiles; none without tiles."""
-    memory, attention, mesh, tile_tokens = (
-        config.memory,
-        config.attention,
-        config.mesh,
-        config.memory.tile_tokens,
-    )
+    memory = config.memory
+    attention = config.attention
+    mesh = config.mesh
+    tile_tokens = config.memory.tile_tokens
     if not tile_tokens:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
@@ -50,7 +48,8 @@ def tile_problems(config: Config) -> Iterator[str]:
             yield f"{setting} computes {name!r} for one tile at a time: it cannot be saved or offloaded; remove it"
     if len({*named} & {*_TOGETHER}) == 1 and memory.remat == "full":
         yield f"{setting} saves or offloads {' and '.join(_TOGETHER)} together; name both, or neither"
-    per_device, pieces = config.data.seq_len // mesh.context, 2 * mesh.tensor
+    per_device = config.data.seq_len // mesh.context
+    pieces = 2 * mesh.tensor
     if per_device % tile_tokens or tile_tokens % pieces:
         yield (
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
@@ -169,7 +168,8 @@ def split_problems(config: Config) -> Iterator[str]:
     yield from dict.fromkeys(
         x for block, layer, path in blocks for x in block.mesh_problems(layer, config, path)
     )
-    attention, mesh = config.attention, config.mesh
+    attention = config.attention
+    mesh = config.mesh
     if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
         yield (
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
@@ -181,7 +181,8 @@ def node_problems(config: Config) -> Iterator[str]:
     """Reasons why the mesh has no nodes of memory.node_copy_devices devices, or they cannot have
     copies of weights.
     """
-    mesh, num_devices = config.mesh, config.memory.node_copy_devices
+    mesh = config.mesh
+    num_devices = config.memory.node_copy_devices
     setting = f"config.memory.node_copy_devices={num_devices}"
     if not num_devices:
         return
@@ -210,8 +211,10 @@ def node_problems(config: Config) -> Iterator[str]:
 
 def length_problems(config: Config) -> Iterator[str]:
     """Sequence and batch sizes that the mesh does not divide."""
-    mesh, train = config.mesh, config.train
-    num_tokens, piece = config.data.seq_len, 2 * mesh.context * mesh.tensor
+    mesh = config.mesh
+    train = config.train
+    num_tokens = config.data.seq_len
+    piece = 2 * mesh.context * mesh.tensor
     if num_tokens % piece:
         yield (
             f"config.data.seq_len={num_tokens} is not divisible by 2 x mesh.context x mesh.tensor = {piece};"
@@ -239,7 +242,8 @@ def check_evaluation(config: Config) -> None:
 
 def evaluation_problems(config: Config) -> Iterator[str]:
     """Evaluation batches that the mesh does not divide."""
-    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
+    train = config.train
+    replicas = config.mesh.data * config.mesh.fsdp
     if train.eval_sequences % replicas:
         yield (
             f"config.train.eval_sequences={train.eval_sequences} is not divisible by mesh.data x mesh.fsdp"

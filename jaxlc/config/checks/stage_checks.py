@@ -119,7 +119,8 @@ def contradictions(
     stages: Sequence[StageConfig], changes: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     """Settings of stages that contradict each other, before they are resolved."""
-    first, last = stages[0], stages[-1]
+    first = stages[0]
+    last = stages[-1]
     for stage in stages:
         parse_min_scores(stage.min_scores, f"stages.{stage.name}.min_scores")
         yield from range_problems(f"stages.{stage.name}", stage)
@@ -156,7 +157,8 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
     """What is wrong with the resolved stages of a run, as messages: differences, missing scores,
     unused settings.
     """
-    first, last_step = stages[0].config, stages[-1].config.train.steps
+    first = stages[0].config
+    last_step = stages[-1].config.train.steps
     for stage in stages:
         if stage.config.mesh.num_devices != first.mesh.num_devices:
             yield (
@@ -173,7 +175,8 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
                 f"unsupported: the stages {stages[0].name} and {stage.name} have another optimizer.name, which changes"
                 " the state of the optimizer; use one in all stages"
             )
-        evals, names = stage.config.evals, list[str]()
+        evals = stage.config.evals
+        names = list[str]()
         for length in lengths_in_training(stage.config):
             tasks = [
                 name

@@ -84,7 +84,8 @@ class AttentionKind(Mixer, HasRope):
         """wq [D, N, H], or [D, N, 2H] with a gate: first q, then the gate; wk and wv [D, K, H]; wo
         [N, H, D].
         """
-        sizes, model = layer.section(AttentionSettings), dict(model=layer.model_dim)
+        sizes = layer.section(AttentionSettings)
+        model = dict(model=layer.model_dim)
         key_value = dict(kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
         return dict(
             wq=Matrix(model, dict(heads=sizes.num_heads, head_dim=sizes.query_dim)),
@@ -137,11 +138,9 @@ class AttentionKind(Mixer, HasRope):
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         prefix = heads_path(path)
-        sizes, attention, tensor = (
-            layer.section(AttentionSettings),
-            config.attention,
-            config.mesh.tensor,
-        )
+        sizes = layer.section(AttentionSettings)
+        attention = config.attention
+        tensor = config.mesh.tensor
         if sizes.num_heads % tensor:
             yield f"{prefix}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
         if sizes.num_kv_heads % tensor and tensor % sizes.num_kv_heads:
@@ -149,11 +148,9 @@ class AttentionKind(Mixer, HasRope):
                 f"{prefix}.num_kv_heads={sizes.num_kv_heads} is neither a multiple nor a divisor of"
                 f" config.mesh.tensor={tensor}"
             )
-        ranks, heads, kv_heads = (
-            num_head_ranks(config),
-            sizes.num_heads // tensor,
-            max(1, sizes.num_kv_heads // tensor),
-        )
+        ranks = num_head_ranks(config)
+        heads = sizes.num_heads // tensor
+        kv_heads = max(1, sizes.num_kv_heads // tensor)
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             setting = (
                 "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"

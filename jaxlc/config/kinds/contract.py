@@ -288,7 +288,8 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
 
     def __init__(self):
-        self.layers, self.layer_kinds = f"{self.name} layers", (self.name,)
+        self.layers = f"{self.name} layers"
+        self.layer_kinds = (self.name,)
         self.sizes = tuple(f"{self.section}.{name}" for name in self.published)
         self.only_with = tuple(f"model.{self.section}.{name}" for name in vars(self.settings()))
 
@@ -301,7 +302,8 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
         """Those of `tensors`: wq and wk [D, G, K], wv and wz [D, H, V], wb and wa [D, H], wo [H, V, D];
         and of low rank wf_down and wz_down [D, V], wf_up and wz_up [V, H, V].
         """
-        widths, model = self.recurrence(layer), dict(model=layer.model_dim)
+        widths = self.recurrence(layer)
+        model = dict(model=layer.model_dim)
         key = dict(heads=widths.key_heads, head_dim=widths.key_dim)
         heads = dict(heads=widths.value_heads)
         value = heads | dict(head_dim=widths.value_dim)
@@ -335,7 +337,8 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
         return saved | dict(delta_states=states / config.data.seq_len)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        sizes, stem = vars(layer.section(self.settings)), f"config.model.{self.section}"
+        sizes = vars(layer.section(self.settings))
+        stem = f"config.model.{self.section}"
         missing = [f"--{stem}.{x}={size}" for x, size in self.published.items() if sizes[x] < 1]
         if missing:
             yield (
@@ -343,8 +346,10 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
                 f" model.init_from that has such layers, or the sizes of {self.published_model}: {' '.join(missing)}"
             )
             return
-        of_keys, of_values = self.widths["key_heads"], self.widths["value_heads"]
-        keys, values = sizes[of_keys], sizes[of_values]
+        of_keys = self.widths["key_heads"]
+        of_values = self.widths["value_heads"]
+        keys = sizes[of_keys]
+        values = sizes[of_values]
         if values % keys:
             yield (
                 f"{stem}.{of_values}={values} is not a multiple of {of_keys}={keys}: each serves the same number of"
@@ -352,7 +357,8 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
             )
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        mesh, taps = config.mesh, self.recurrence(layer).conv_taps
+        mesh = config.mesh
+        taps = self.recurrence(layer).conv_taps
         if config.memory.parameters == "host":
             yield (
                 f"unsupported: config.memory.parameters='host' with {self.layers}, since kernels would read"
@@ -373,21 +379,25 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         """Heads of keys may be fewer than tensor ranks, which then repeat them."""
-        widths, tensor = self.recurrence(layer), config.mesh.tensor
+        widths = self.recurrence(layer)
+        tensor = config.mesh.tensor
         splits_values = widths.value_heads % tensor == 0
         splits_keys = widths.key_heads % tensor == 0 or (
             splits_values and tensor % widths.key_heads == 0
         )
         for field, is_split in dict(key_heads=splits_keys, value_heads=splits_values).items():
             if not is_split:
-                name, number = self.widths[field], vars(widths)[field]
+                name = self.widths[field]
+                number = vars(widths)[field]
                 yield f"config.model.{self.section}.{name}={number} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        mesh, tile_tokens = config.mesh, config.memory.tile_tokens
+        mesh = config.mesh
+        tile_tokens = config.memory.tile_tokens
         shortest = 2 * (self.recurrence(layer).conv_taps - 1)
         if tile_tokens < shortest:
-            per_device, pieces = config.data.seq_len // mesh.context, 2 * mesh.tensor
+            per_device = config.data.seq_len // mesh.context
+            pieces = 2 * mesh.tensor
             lengths = range(pieces, per_device, pieces)
             longer = next(
                 (size for size in lengths if size >= shortest and per_device % size == 0), 0

@@ -57,7 +57,8 @@ def is_gated(layer: Layer) -> bool:
 
 def ffn_matrices(layer: Layer, width: int, input_dim: int = 0) -> dict[str, Matrix]:
     """The matrices of a block of this width, with inputs of `input_dim`; 0: of model_dim."""
-    model, ffn = dict(model=input_dim or layer.model_dim), dict(ffn=width)
+    model = dict(model=input_dim or layer.model_dim)
+    ffn = dict(ffn=width)
     gate = dict(w_gate=Matrix(model, ffn)) if is_gated(layer) else {}
     return gate | dict(w_up=Matrix(model, ffn), w_down=Matrix(ffn, model))
 

@@ -176,7 +176,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the
         shared expert, and its gate [D, 1]."""
         sizes = layer.section(ExpertsConfig)
-        model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
+        model = dict(model=layer.model_dim)
+        counts = (sizes.num_experts, sizes.experts_per_token)
         expert = ffn_matrices(layer, sizes.ffn_dim, sizes.latent_dim)
         shared = ffn_matrices(layer, sizes.shared_ffn_dim)
         matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
@@ -225,7 +226,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         yield from _router_problems(sizes)
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        sizes, precision = layer.section(ExpertsConfig), config.precision
+        sizes = layer.section(ExpertsConfig)
+        precision = config.precision
         if config.train.balance_bias_rate and not sizes.choice_bias:
             yield (
                 f"config.train.balance_bias_rate={config.train.balance_bias_rate} has no effect without biases; set"
@@ -250,7 +252,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
             yield from _mosaic_problems(layer, config)
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        sizes, tensor = layer.section(ExpertsConfig), config.mesh.tensor
+        sizes = layer.section(ExpertsConfig)
+        tensor = config.mesh.tensor
         for name in ("ffn_dim", "shared_ffn_dim"):
             if vars(sizes)[name] % tensor:
                 yield f"config.model.experts.{name}={vars(sizes)[name]} is not divisible by config.mesh.tensor={tensor}"
@@ -281,7 +284,8 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
                 f"config.model.experts.{name}={vars(sizes)[name]} has no effect with config.model.experts.router="
                 f"{sizes.router!r}; remove it, or use --config.model.experts.router=sigmoid"
             )
-    groups, chosen = sizes.groups, sizes.groups_per_token
+    groups = sizes.groups
+    chosen = sizes.groups_per_token
     if sizes.num_experts % groups or (groups > 1 and sizes.num_experts < 2 * groups):
         yield (
             f"config.model.experts.groups={groups} does not divide config.model.experts.num_experts={sizes.num_experts}"
@@ -296,11 +300,9 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
 
 def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
     """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
-    sizes, precision, mosaic = (
-        layer.section(ExpertsConfig),
-        config.precision,
-        "config.runtime.expert_kernel='mosaic'",
-    )
+    sizes = layer.section(ExpertsConfig)
+    precision = config.precision
+    mosaic = "config.runtime.expert_kernel='mosaic'"
     if precision.compute in ("fp32", "fp16"):
         yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
     if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:

@@ -52,7 +52,8 @@ def sends_latents(config: RunConfig) -> bool:
     """Whether a ring sends latents, which each step expands without FP8 or the copy of a node.
     Otherwise, layers compute the keys and values of all heads first.
     """
-    attention, precision = config.attention, config.precision
+    attention = config.attention
+    precision = config.precision
     has_fp8 = precision.compute == "fp8" and "key_value" in precision.fp8_matmuls
     is_plain = not (has_fp8 or config.memory.node_copy_devices or config.memory.tile_tokens)
     is_ring = attention.strategy == "ring" and config.mesh.context > 1
@@ -97,8 +98,10 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         and the part of the key that RoPE rotates; wkv_up [R, N, H - P + V], the rest of the key and
         the value of each head; wo [N, V, D].
         """
-        latent, sizes = layer.section(LatentConfig), layer.section(AttentionSettings)
-        model, heads = dict(model=layer.model_dim), dict(heads=sizes.num_heads)
+        latent = layer.section(LatentConfig)
+        sizes = layer.section(AttentionSettings)
+        model = dict(model=layer.model_dim)
+        heads = dict(heads=sizes.num_heads)
         query = heads | dict(head_dim=sizes.head_dim)
         value = heads | dict(head_dim=latent.value_dim)
         expanded = heads | dict(head_dim=sizes.head_dim - layer.rotated_dim + latent.value_dim)
@@ -121,11 +124,13 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
         """2 H for q . k and 2 V for the value, in each head."""
-        latent, sizes = layer.section(LatentConfig), layer.section(AttentionSettings)
+        latent = layer.section(LatentConfig)
+        sizes = layer.section(AttentionSettings)
         return MixingFlops(per_pair=2 * sizes.num_heads * (sizes.head_dim + latent.value_dim))
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        latent, sizes = layer.section(LatentConfig), layer.section(AttentionSettings)
+        latent = layer.section(LatentConfig)
+        sizes = layer.section(AttentionSettings)
         values = dict(
             # equal on all tensor ranks
             latent=config.mesh.tensor * (latent.rank + layer.rotated_dim),
@@ -141,7 +146,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         prefix = heads_path(path)
-        latent, sizes = layer.section(LatentConfig), layer.section(AttentionSettings)
+        latent = layer.section(LatentConfig)
+        sizes = layer.section(AttentionSettings)
         for name in ("rank", "value_dim"):
             if vars(latent)[name] < 1:
                 yield f"config.{path}.layer_kinds has latent layers, which need --config.model.latent.{name}"
@@ -182,7 +188,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         prefix = heads_path(path)
-        sizes, tensor = layer.section(AttentionSettings), config.mesh.tensor
+        sizes = layer.section(AttentionSettings)
+        tensor = config.mesh.tensor
         ranks = num_head_ranks(config)
         if sizes.num_heads % (tensor * ranks):
             split = f" x {ranks} ranks of config.attention.strategy={config.attention.strategy!r}"

@@ -77,7 +77,8 @@ class Mamba2Kind(RecurrentKind):
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, three numbers of each head, and the norm of the output."""
-        sizes, widths = layer.section(Mamba2Config), self.recurrence(layer)
+        sizes = layer.section(Mamba2Config)
+        widths = self.recurrence(layer)
         norm = 0 if sizes.norm == "none" else widths.values
         return widths.conv_entries + 3 * sizes.heads + norm
 

@@ -344,7 +344,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = _family_of(config, where)
     config = typed_fields(with_floats(config), where)
     for alias, name in family.field_aliases.items():
-        value, named = config.pop(alias, None), config.get(name)
+        value = config.pop(alias, None)
+        named = config.get(name)
         if None not in (value, named) and value != named:
             raise UserError(
                 f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one"
@@ -394,7 +395,8 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the language model in config.json: `config` itself, or text_config of a model
     with images.
     """
-    model_type, text = config.get("model_type") or None, config.get("text_config")
+    model_type = config.get("model_type") or None
+    text = config.get("text_config")
     families = [x for x in FAMILIES.values() if x.multimodal_type == model_type]
     if not families or not isinstance(text, dict):
         return config
@@ -498,7 +500,8 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        inner, around = config.get("text_config"), ""
+        inner = config.get("text_config")
+        around = ""
         fields = {**config, str(model_type): True}
         if isinstance(inner, dict):
             around = f" (a model around one of type {inner.get('model_type')!r})"

@@ -536,7 +536,8 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
 
 def _unused_parameters(model: ModelConfig) -> Iterator[str]:
     for name in vars(model.rope).keys() - {"scaling", *PARAMETERS[model.rope.scaling]}:
-        value, default = getattr(model.rope, name), getattr(RopeConfig, name)
+        value = getattr(model.rope, name)
+        default = getattr(RopeConfig, name)
         users = [kind for kind, names in PARAMETERS.items() if name in names]
         if not users or value == default:
             continue

@@ -185,10 +185,8 @@ def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | Non
         source = locate(init_from)
         if not source.is_run:
             return source
-        init_from, workdir = (
-            source.run_config()["model"]["init_from"],
-            source.directory.parent.parent,
-        )
+        init_from = source.run_config()["model"]["init_from"]
+        workdir = source.directory.parent.parent
 
 
 def copy_description(init_from: str, workdir: Path) -> None:
@@ -216,7 +214,8 @@ def with_language_model(config: Mapping[str, Any], fields: Mapping[str, Any]) ->
       config: of a language model, or of a model with images.
       fields: as `language_model_of` returns them.
     """
-    before, outer = language_model_of(config), dict(config)
+    before = language_model_of(config)
+    outer = dict(config)
     if before is config:
         return dict(fields)
     text = outer["text_config"] = dict(config["text_config"])
@@ -268,10 +267,12 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
       UserError: other settings of `explicit` differ; the message names all differences.
     """
     settings = {"kinds": dict[str, Any](), **pretrained.model_settings()}
-    stored, defaults = flattened(settings), defaults_of(KindConfig)
+    stored = flattened(settings)
+    defaults = defaults_of(KindConfig)
     problems: list[str] = []
     for path, value in flattened(explicit).items():
-        name, field = path.partition(".")[0], path.rpartition(".")[2]
+        name = path.partition(".")[0]
+        field = path.rpartition(".")[2]
         known = stored.get(path, defaults.get(field) if name == "kinds" else value)
         is_larger = name == "vocab_size" and value > known
         if path not in CHANGEABLE_SETTINGS and known != value and not is_larger:

@@ -108,7 +108,8 @@ def rope_fields(
     if _has_no_rope(model.attentions):
         return dict(rope_parameters=dict(rope_type="default", rope_theta=None))
     _check_family(model, family)
-    theta, scaling = model.rope.theta, _scaling_of(model, family)
+    theta = model.rope.theta
+    scaling = _scaling_of(model, family)
     if model.rope.scaling == "ntk":
         dim = model.rotated_dim
         theta *= model.rope.factor ** (dim / (dim - 2))
@@ -164,7 +165,9 @@ def _settings(
 ) -> dict[str, Any]:
     """The settings that rope_parameters or rope_scaling give, with the fields outside of them."""
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    theta, full, sliding = _theta(config, family), parameters, dict[str, Any]()
+    theta = _theta(config, family)
+    full = parameters
+    sliding = dict[str, Any]()
     local = config.get(_LOCAL_THETA, family.defaults.get(_LOCAL_THETA))
     if nested or (family.rope_by_layer_type and config.get("rope_parameters")):
         known = (
@@ -332,7 +335,8 @@ def _check_family(model: ModelConfig, family: Family) -> None:
             f"unsupported: export with config.model.rope.fraction={model.rope.fraction}, which transformers ignores in"
             f" models of type {family.model_type}"
         )
-    scales_queries, needed = model.rope.query_beta, _QUERY_BETA in family.defaults
+    scales_queries = model.rope.query_beta
+    needed = _QUERY_BETA in family.defaults
     if (scales_queries and not needed) or (needed and model.rope.scaling != "yarn"):
         raise Unsupported(
             f"unsupported: export with config.model.rope.scaling={model.rope.scaling} and rope.query_beta="

@@ -124,15 +124,21 @@ class PackedSequences:
             are 1 on average over the answers of the store.
         """
         assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (chunk_tokens, seq_len)
-        self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
+        self.store = store
+        self.document_ids = document_ids
+        self.seq_len = seq_len
+        self.seed = seed
         self.num_documents = len(document_ids)
-        begins, document_ends = store.offsets[document_ids], store.offsets[document_ids + 1]
+        begins = store.offsets[document_ids]
+        document_ends = store.offsets[document_ids + 1]
         used_ends = np.minimum(document_ends, begins + (max_document_tokens or len(store.tokens)))
         begins, ends, chunk_documents = _chunks(begins, used_ends, chunk_tokens or seq_len)
         is_document_end = ends == document_ends[chunk_documents]
         if is_full_length:
             is_used = ends - begins == seq_len
-            begins, ends, is_document_end = begins[is_used], ends[is_used], is_document_end[is_used]
+            begins = begins[is_used]
+            ends = ends[is_used]
+            is_document_end = is_document_end[is_used]
         assert len(begins), "no document is as long as a sequence"
         sequence_of_chunk = best_fit(ends - begins, seq_len)
         order = np.argsort(sequence_of_chunk, kind="stable")
@@ -170,12 +176,14 @@ class PackedSequences:
         segment_ids   int32    1, 2, 3... by document; 0 on padding
         """
         chunks = self._chunks_of(i)
-        begins, ends = self._chunk_begins[chunks].tolist(), self._chunk_ends[chunks].tolist()
+        begins = self._chunk_begins[chunks].tolist()
+        ends = self._chunk_ends[chunks].tolist()
         tokens, targets, positions, segment_ids = np.empty((4, self.seq_len), np.int32)
         loss_weights = np.ones(self.seq_len, np.float32)
         at = 0
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
-            first, at = at, at + end - begin
+            first = at
+            at = at + end - begin
             chunk = chunks.start + number - 1
             is_document_end = bool(self._is_document_end[chunk])
             stored = self.store.read(begin, end if is_document_end else end + 1)
@@ -251,7 +259,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         at = bisect_left(free_spaces, length)
         if at == len(free_spaces):
-            bin_index, free = num_bins, capacity
+            bin_index = num_bins
+            free = capacity
             num_bins += 1
         else:
             free = free_spaces[at]
@@ -464,8 +473,10 @@ def schedule(counts: tuple[int, ...]) -> np.ndarray:
     num_sources = len(counts)
     # All numbers are multiplied by PERIOD and by 2 (num_sources - 1), so that they are integers.
     scale = max(1, 2 * (num_sources - 1))
-    unit, slack = PERIOD * scale, PERIOD
-    placed, order = [0] * num_sources, []
+    unit = PERIOD * scale
+    slack = PERIOD
+    placed = [0] * num_sources
+    order = []
     for place in range(1, PERIOD + 1):
         deadlines = [
             (Fraction((placed[source] + 1) * unit - slack, count), source)
@@ -536,7 +547,8 @@ class BalancedSequences:
 
     def __init__(self, sequences: PackedText, config: Config, first_sequence: int):
         """`first_sequence`: the index of the first sequence of a step."""
-        self._sequences, self._first = sequences, first_sequence
+        self._sequences = sequences
+        self._first = first_sequence
         self._batch_size = config.train.global_batch_size
         self._order = functools.lru_cache(maxsize=16)(
             lambda begin: balanced_order(config, step_pairs(sequences, config, begin))

@@ -103,7 +103,8 @@ def _ancestors(
     is_first = np.diff(np.stack([segments_S, parents_S]), prepend=-1).any(0)
     documents = list(zip(segments_S[is_first].tolist(), parents_S[is_first].tolist()))
     known = dict(documents)
-    path, paths = [], np.zeros((len(segments_S) + 1, num_levels), np.int64)
+    path = []
+    paths = np.zeros((len(segments_S) + 1, num_levels), np.int64)
     for number, (segment, parent) in enumerate(documents):
         if number and segment == documents[number - 1][0] or (parent and not segment):
             raise UserError(
@@ -156,11 +157,13 @@ class StreamedSequences:
     ):
         """`options`: as of `complete_batch`."""
         self._batches: Iterator[Mapping] = iter(batches)
-        self._shape, self._options = (batch_size, seq_len), options
+        self._shape = (batch_size, seq_len)
+        self._options = options
         self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(
             maxlen=prefetch_steps + MAX_THREADS + 2
         )
-        self._num_read, self._lock = 0, threading.Lock()
+        self._num_read = 0
+        self._lock = threading.Lock()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, as `PackedSequences` does.
@@ -228,7 +231,8 @@ class OwnBatches(DataSource):
             num_experts=config.model.experts.num_experts,
             absolute_positions=inputs.absolute_positions,
         )
-        heldout, evaluated = None, "no evaluation"
+        heldout = None
+        evaluated = "no evaluation"
         if inputs.eval_batches is not None:
             heldout = ListedSequences(inputs.eval_batches, **options)
             evaluated = f"held out: {heldout.num_sequences:,} sequences"
@@ -395,7 +399,8 @@ def _positions(
     Raises:
       UserError: positions that do not increase, or are out of range.
     """
-    segments, prefixes = arrays["segment_ids"], arrays.get("prefix_ids", np.zeros((1, 1, 1), int))
+    segments = arrays["segment_ids"]
+    prefixes = arrays.get("prefix_ids", np.zeros((1, 1, 1), int))
     index_S = np.arange(segments.shape[1])
     # index of the first token of the document
     first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)
@@ -413,7 +418,8 @@ def _positions(
         starts, ends = (
             np.take_along_axis(x, flat, axis=1).reshape(prefixes.shape) for x in (first_of, end_of)
         )
-        is_branch, num_before = prefixes[..., 0] > 0, (ends - starts).sum(-1)
+        is_branch = prefixes[..., 0] > 0
+        num_before = (ends - starts).sum(-1)
         root = np.where(is_branch, starts[..., 0], first)
         prefix_end = np.where(is_branch, ends.max(-1), first)
     if "positions" not in arrays:

@@ -150,12 +150,15 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
             (values[name] for name in ("prompt", "messages", "conversations") if name in values),
             None,
         )
-        before, turns = _turns(prompt, "prompt", "user"), _turns(values[field], field, ASSISTANT)
-        num_before, contents = len(before), [message.get("content") for message in turns.values()]
+        before = _turns(prompt, "prompt", "user")
+        turns = _turns(values[field], field, ASSISTANT)
+        num_before = len(before)
+        contents = [message.get("content") for message in turns.values()]
         if list(turns.values())[:num_before] == list(before.values()):
             before = {}
         elif isinstance(prompt, str) and prompt in contents:
-            before, num_before = {}, contents.index(prompt) + 1
+            before = {}
+            num_before = contents.index(prompt) + 1
         elif before and next(iter(turns.values()))["role"] != ASSISTANT:
             raise BadRecord(f"the messages of {field!r} are another chat than those of the prompt")
         chat = _chat(before | turns, values)
@@ -229,7 +232,8 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
         )
     messages = _Messages()
     for i, message in enumerate(value):
-        path, is_dict = f"{field}[{i}]", isinstance(message, dict)
+        path = f"{field}[{i}]"
+        is_dict = isinstance(message, dict)
         if not is_dict or not {*keys} <= message.keys() or message[keys[0]] is None:
             kind = f"a dictionary with the fields {[*message]}" if is_dict else kind_of(message)
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
@@ -295,7 +299,8 @@ def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
         name: x for name, x in message.items() if x is not None and (name, x) != ("tool_calls", [])
     }
     check_fields(message, f"{path}.")
-    content, is_answer = message.get("content"), message["role"] == ASSISTANT
+    content = message.get("content")
+    is_answer = message["role"] == ASSISTANT
     if content is None and not (is_answer and "tool_calls" in message):
         raise BadRecord(f"{path}.content is null, expected text{' or tool_calls' * is_answer}")
     flags = {name: message.pop(name) for name in LOSS_FLAGS if name in message}

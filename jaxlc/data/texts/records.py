@@ -349,7 +349,8 @@ def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
     """
     with open(path, "rb") as index:
         header = index.read(34)
-    version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == 34 else 0
+    version = int.from_bytes(header[9:17], "little")
+    code = header[17] if len(header) == 34 else 0
     if header[:9] != _MEGATRON_MAGIC or version != 1 or code not in _MEGATRON_TYPES:
         raise UserError(
             f"{str(path)!r} is not an index of Megatron-LM of version 1 with integer tokens; convert it to Parquet"
@@ -371,7 +372,8 @@ def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
         ) from error
     for number in range(1, num_boundaries):
         first, end = (int(x) for x in boundaries[number - 1 : number + 1])
-        counts, begins = lengths[first:end].astype(np.int64), offsets[first:end] // tokens.itemsize
+        counts = lengths[first:end].astype(np.int64)
+        begins = offsets[first:end] // tokens.itemsize
         ends = begins + counts
         is_inside = (
             0 <= first <= end <= num_sequences

@@ -124,7 +124,8 @@ class ChatTemplate:
         errors.require("jinja2", "a source of chats")
         from jaxlc.data.tokens.template_sandbox import environment
 
-        self.name, self.source = name, source
+        self.name = name
+        self.source = source
         self._special_tokens = special_tokens
         # what the rendered text depends on
         self.identity = (source, sorted(special_tokens.items()))
@@ -359,7 +360,8 @@ class ChatTemplate:
         """
         from jaxlc.data.tokens.template_sandbox import MAX_TEXT_CHARACTERS
 
-        parts, num_characters = [], 0
+        parts = []
+        num_characters = 0
         try:
             for part in self._template.generate(
                 messages=chat.messages[:num_messages],
@@ -392,7 +394,8 @@ def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
         if isinstance(function, dict) and "name" in function
     ]
     missing = dict.fromkeys([] if all(name in text for name in names) else ["tools"])
-    squeezed, at = "", 0
+    squeezed = ""
+    at = 0
     for message in chat.messages:
         for field, part in _parts(message):
             found = text.find(part, at)  # messages are in order

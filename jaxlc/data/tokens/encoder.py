@@ -343,7 +343,9 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
             yield block
 
     texts = tokenizer.pieces(counted_blocks())
-    text, has_special, is_first = next(texts), False, True
+    text = next(texts)
+    has_special = False
+    is_first = True
     while text is not None:
         following = next(texts, None)
         if not has_special and isinstance(text, str):
@@ -353,7 +355,8 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
         yield Piece(
             text, document.name, is_last=following is None, is_first=is_first, num_bytes=num_bytes
         )
-        text, is_first = following, False
+        text = following
+        is_first = False
     if num_invalid:
         encoder.notes.add(INVALID_DOCUMENTS, document.name)
         encoder.notes.add(INVALID_CHARACTERS, document.name, num_invalid)
@@ -378,7 +381,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         num_characters += piece.size
         if num_characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
     if batch:
         yield batch
 

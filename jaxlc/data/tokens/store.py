@@ -103,7 +103,8 @@ class TokenStore:
         more in a large file, and its pages count as memory of the process."""
         if self._file is None:
             return self.tokens[begin:end]
-        itemsize, offset = self.tokens.itemsize, self.tokens.offset
+        itemsize = self.tokens.itemsize
+        offset = self.tokens.offset
         data = os.pread(self._file.fileno(), (end - begin) * itemsize, offset + begin * itemsize)
         return np.frombuffer(data, self.tokens.dtype)
 
@@ -139,7 +140,9 @@ def _is_valid(store: TokenStore, end_id: int) -> bool:
     """Whether the arrays have the dtypes and shapes of a store, and all documents and answers are
     in its tokens. Any exception may be raised for arrays of other shapes.
     """
-    tokens, offsets, hashes = store.tokens, store.offsets, store.split_hashes
+    tokens = store.tokens
+    offsets = store.offsets
+    hashes = store.split_hashes
     stride = max(1, -(-store.num_documents // _SAMPLED_DOCUMENTS))
     conditions = [
         tokens.ndim == 1 and tokens.dtype.kind == "u",
@@ -172,9 +175,12 @@ def write_store(
       pieces: the documents; `encoder.notes` has what is noticed in them at their end.
       keeps_names: the names of the documents are stored, too.
     """
-    tokenizer, notes = encoder.tokenizer, encoder.notes
+    tokenizer = encoder.tokenizer
+    notes = encoder.notes
     ended_bytes = piece_bytes = 0
-    split_hashes, answers, names = array("d"), array("q"), list[str]()
+    split_hashes = array("d")
+    answers = array("q")
+    names = list[str]()
     with replacing(paths.tokens) as out, replacing(paths.bad_records) as notes.out:
         tokens = TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
         for piece, ids, spans in pieces:
@@ -214,7 +220,8 @@ class TokenWriter:
         self.lengths = array("q")  # tokens of each document
         self.content_hash = hashlib.sha256()
         self.num_tokens = 0  # tokens of all documents
-        self._out, self._dtype = out, dtype
+        self._out = out
+        self._dtype = dtype
         self._document_bytes = 0  # bytes of the current document
         # its tokens, to be hashed; empty for a long document, which is read again
         self._kept: list[bytes] = []
@@ -240,7 +247,8 @@ class TokenWriter:
         for stored in self._kept or self._read_document():
             self.content_hash.update(stored)
         self.lengths.append(self._document_bytes // self._dtype.itemsize)
-        self._document_bytes, self._kept = 0, []
+        self._document_bytes = 0
+        self._kept = []
 
     def finish(self) -> None:
         _write_header(self._out, self._dtype, self.num_tokens)
@@ -313,7 +321,8 @@ def _line_spans(path: Path, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Yields ranges of whole lines: begin and end in bytes, and the number of the first line, from
     1.
     """
-    begin, number = 0, 1
+    begin = 0
+    number = 1
     with open(path, "rb") as lines:
         while block := lines.read(shard_bytes):
             block += lines.readline()
@@ -390,7 +399,8 @@ def sharded_pieces(
 
 def _stored_pieces(store: TokenStore) -> Iterator[TokenizedPiece]:
     """The documents of the store of a shard, one piece each, without their end-of-document tokens."""
-    begins, ends = store.offsets[:-1].tolist(), (store.offsets[1:] - 1).tolist()
+    begins = store.offsets[:-1].tolist()
+    ends = (store.offsets[1:] - 1).tolist()
     for name, begin, end in zip(store.names, begins, ends, strict=True):
         answers = None
         if store.answers is not None:

@@ -338,7 +338,8 @@ class HuggingFaceTokenizer:
         self.no_pieces_reason = (
             "" if self._cuts else "is not known to give the same tokens for text in pieces"
         )
-        special, named = self._special_tokens(), named_tokens(read_tokenizer_config(path.parent))
+        special = self._special_tokens()
+        named = named_tokens(read_tokenizer_config(path.parent))
         usual = (token for token in _END_OF_DOCUMENT if token in special)
         usual = next(usual, named.get("eos_token", ""))
         self.end_of_document_id = self._end_token_id(end_token or usual)
@@ -540,7 +541,8 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
         content = read_json_file(path) if path.exists() else {}
         problem = "" if isinstance(content, dict) else "it is no JSON object"
     except (OSError, ValueError) as error:
-        content, problem = {}, reason_of(error)
+        content = {}
+        problem = reason_of(error)
     if problem:
         raise UserError(f"cannot read {str(path)!r} ({problem}); download it again or remove it")
     return content

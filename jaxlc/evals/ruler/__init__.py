@@ -111,7 +111,8 @@ def needles(
     settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random
 ) -> Example:
     """Questions about sentences that are hidden in a text; `settings` as in RULER's synthetic.yaml."""
-    key_kind, value_kind = settings["type_needle_k"], settings["type_needle_v"]
+    key_kind = settings["type_needle_k"]
+    value_kind = settings["type_needle_v"]
     num_queries = settings["num_needle_q"]
     num_keys = max(settings["num_needle_k"], num_queries)
     keys = [_random(key_kind, rng) for _ in range(num_keys)]
@@ -218,7 +219,8 @@ def _chains(
     """
     template, prefix = texts
     num_hops = settings["num_hops"]
-    lines, chains = [_NOISE] * num_lines, []
+    lines = [_NOISE] * num_lines
+    chains = []
     for _ in range(settings["num_chains"]):
         names = _names(num_hops + 1, name_length, rng)
         value = str(rng.randrange(10_000, 99_999))
@@ -446,7 +448,8 @@ def example(
     Raises:
       UserError: the length is too small for the task, or a package or data set that it needs is missing.
     """
-    task, template = TASKS[name], _templates()[TASKS[name].kind]
+    task = TASKS[name]
+    template = _templates()[TASKS[name].kind]
     budget = length - task.new_tokens
 
     def rng() -> random.Random:  # equal for each size of an example
@@ -459,14 +462,18 @@ def example(
     elif task.kind == "variable_tracking":
         seeded = random.Random(f"{seed} {name}")  # the same number of lines in all examples
         solved_lines = lines_of_solved_example(task.settings, texts, count_tokens, seeded)
-        make, smallest = functools.partial(variables, task.settings, texts, solved_lines), 5
+        make = functools.partial(variables, task.settings, texts, solved_lines)
+        smallest = 5
     elif task.kind == "common_words_extraction":
-        make, smallest = functools.partial(common_words, task.settings, texts, length < 4096), 10
+        make = functools.partial(common_words, task.settings, texts, length < 4096)
+        smallest = 10
     elif task.kind == "freq_words_extraction":
-        make, smallest = functools.partial(coded_words, task.settings, texts, budget // 50), 10
+        make = functools.partial(coded_words, task.settings, texts, budget // 50)
+        smallest = 10
     else:
         questions = required(getattr(materials, task.settings["dataset"]), name)
-        make, smallest = functools.partial(question, questions, texts, index), 1
+        make = functools.partial(question, questions, texts, index)
+        smallest = 1
     return largest_example(
         lambda size: make(size, rng()),
         count_tokens,

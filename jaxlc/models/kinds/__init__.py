@@ -75,10 +75,8 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
     Raises:
       Unsupported: a kind does not support tiles or trees, and the config has them.
     """
-    model, shared = (
-        config.model,
-        dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings),
-    )
+    model = config.model
+    shared = dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings)
     needs = {
         OnTiles: ("memory.tile_tokens", config.memory.tile_tokens),
         OnTrees: ("attention.shared_prefixes", config.attention.shared_prefixes),

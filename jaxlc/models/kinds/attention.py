@@ -141,7 +141,8 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
     def abstract_cache(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
     ) -> "KV":
-        num_tokens, num_heads = on.window or layout.max_tokens, _num_cached_heads(on)
+        num_tokens = on.window or layout.max_tokens
+        num_heads = _num_cached_heads(on)
         shape = batch_size, num_layers, num_tokens, num_heads, on.model.attention.head_dim
         array = jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(on.mesh, kv_spec(on.window))
@@ -173,7 +174,9 @@ class Attention(SoftmaxAttention):
     def __init__(self, model: ModelConfig, init: Init):
         super().__init__(model, init)
         sizes = model.attention
-        N, K, H = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        N = sizes.num_heads
+        K = sizes.num_kv_heads
+        H = sizes.head_dim
         self.multipliers = (("attention_projected", sizes.output_multiplier),)
         self.bq = bias_vector(heads=N, bias=sizes.query_dim) if sizes.qkv_bias else None
         self.bk = bias_vector(kv_heads=K, bias=H) if sizes.qkv_bias else None
@@ -191,7 +194,8 @@ class Attention(SoftmaxAttention):
         """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the
         input of the block, gathered over tensor."""
         q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
-        q_BTNH, gate_BTNH = add_bias(q_BTNH, self.bq), None
+        q_BTNH = add_bias(q_BTNH, self.bq)
+        gate_BTNH = None
         if self.has_gate:
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
             gate_BTNH = checkpoint_name(gate_BTNH, "query")
@@ -209,7 +213,8 @@ class Attention(SoftmaxAttention):
         """
         k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
         v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
-        k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
+        k_BTKH = add_bias(k_BTKH, self.bk)
+        v_BTKH = add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
         return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(
@@ -235,7 +240,8 @@ class Attention(SoftmaxAttention):
 
 def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelection:
     """The kernel of training, for values of this width; None: that of queries and keys."""
-    config, sizes = on.config, on.mesh.shape
+    config = on.config
+    sizes = on.mesh.shape
     num_sequences = config.train.global_batch_size // (
         config.train.gradient_accumulation_steps * math.prod(sizes[axis] for axis in BATCH_AXES)
     )
@@ -290,7 +296,9 @@ class AttentionTiles(NamedTuple):
     attention: TiledAttention
 
     def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
-        attention, tables, shard = self.attention, mixer.layer.tables, mixer.layer.shard
+        attention = self.attention
+        tables = mixer.layer.tables
+        shard = mixer.layer.shard
         tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt
 
         def keys_values(x_BtD, positions_Bt):

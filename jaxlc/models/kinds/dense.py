@@ -28,7 +28,8 @@ def gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(up))
     if activation != "clamped_swiglu":
         return _OF_GATE[activation](gate) * up
-    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+    gate = jnp.minimum(gate, _LIMIT)
+    up = jnp.clip(up, -_LIMIT, _LIMIT)
     return (up + 1) * gate * jax.nn.sigmoid(_SHARPNESS * gate)
 
 
@@ -46,7 +47,8 @@ class MLP(Block):
         super().__init__(model, init, weights, DenseKind.projections)
         factors = model.mlp_gate_multiplier, model.mlp_output_multiplier
         self.multipliers = tuple(zip(("mlp_gate", "mlp_down"), factors))
-        D, F = model.model_dim, model.ffn_dim
+        D = model.model_dim
+        F = model.ffn_dim
         has_bias = model.mlp_bias
         self.b_gate = bias_vector(ffn_bias=F) if has_bias and "w_gate" in weights else None
         self.b_up = bias_vector(ffn_bias=F) if has_bias else None

@@ -51,7 +51,8 @@ class ExpertsLatent(Block):
     w_up: nnx.Param
 
     def __init__(self, model: LayerConfig, init: Init):
-        width, latent = dict(model=model.model_dim), dict(latent=model.experts.latent_dim)
+        width = dict(model=model.model_dim)
+        latent = dict(latent=model.experts.latent_dim)
         weights = dict(w_down=Matrix(width, latent), w_up=Matrix(latent, width))
         super().__init__(model, init, weights, dict(latent_down="w_down", latent_up="w_up"))
 
@@ -71,7 +72,9 @@ class Experts(nnx.Module, Routed):
 
     def __init__(self, model: LayerConfig, init: Init):
         sizes = model.experts
-        D, E, F = model.model_dim, sizes.num_experts, sizes.ffn_dim
+        D = model.model_dim
+        E = sizes.num_experts
+        F = sizes.ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(init, fan_in=D, model=D, experts=E)
         has_gate = is_gated(model)
@@ -98,11 +101,9 @@ class Experts(nnx.Module, Routed):
         self.shared = MLP(shared, init) if sizes.shared_ffn_dim else None
         self.shared_gate = matrix(init, fan_in=D, model=D, experts=1) if sizes.shared_gate else None
         self.num_chosen = sizes.experts_per_token
-        self.router_kind, self.renormalizes, self.scale = (
-            sizes.router,
-            sizes.renormalize,
-            sizes.scale,
-        )
+        self.router_kind = sizes.router
+        self.renormalizes = sizes.renormalize
+        self.scale = sizes.scale
         self.groups = sizes.groups, sizes.groups_per_token
         self.activation = model.activation
 

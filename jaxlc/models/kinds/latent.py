@@ -53,10 +53,8 @@ class LatentAttention(SoftmaxAttention):
         self.q_norm = norm(norm=latent.query_rank) if latent.query_rank else None
         self.kv_norm = norm(norm=latent.rank)
         self.rank = latent.rank
-        self.own_dim, self.value_dim = (
-            model.attention.head_dim - model.rotated_dim,
-            latent.value_dim,
-        )
+        self.own_dim = model.attention.head_dim - model.rotated_dim
+        self.value_dim = latent.value_dim
         self.is_interleaved = latent.interleaved
 
     @jax.named_scope(scopes.ATTENTION)
@@ -87,7 +85,9 @@ class LatentAttention(SoftmaxAttention):
         q_BTNH, _ = self.queries(x_BTD, rotation, shard=shard)
         latent_BTC = self._latents(x_BTD, rotation, shard=shard)
         keys_values = self._expanded(latent_BTC, shard=shard)
-        weight_RNE, a_Rr, b_rNE = in_use(self.wkv_up, shard, x_BTD.dtype), None, None
+        weight_RNE = in_use(self.wkv_up, shard, x_BTD.dtype)
+        a_Rr = None
+        b_rNE = None
         if self.lora is not None and "key_value" in self.lora.names:
             adapter = self.lora.of("key_value")
             a_Rr = in_use(adapter.a, shard, x_BTD.dtype)
@@ -142,7 +142,8 @@ class LatentAttention(SoftmaxAttention):
 
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        sharded, value_dim = cls.sharded(on), on.model.latent.value_dim
+        sharded = cls.sharded(on)
+        value_dim = on.model.latent.value_dim
         prepare, _ = super().on_sequences(on)
         _, is_padded = _kernel(on)
 
@@ -203,7 +204,8 @@ class CachedLatentAttention(CachedAttention):
 
     def __call__(self, q_BCNH, k_BCNH, v_BCNH, sinks_N=None, latents=None, **arguments):
         latent_BCL, weights = latents
-        added, kv = Latents(latent_BCL[:, :, None].astype(q_BCNH.dtype)), KV(k_BCNH, v_BCNH)
+        added = Latents(latent_BCL[:, :, None].astype(q_BCNH.dtype))
+        kv = KV(k_BCNH, v_BCNH)
         return self._attend(q_BCNH, kv, added, sinks_N, weights=weights, **arguments)
 
     @property

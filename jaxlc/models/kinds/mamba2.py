@@ -43,7 +43,8 @@ class Mamba2(RecurrentMixer):
         self.skip = nnx.Param(jnp.ones(sizes.heads), dims=("decay",))
         norm = functools.partial(RMSNorm, heads=sizes.heads, norm=sizes.head_dim)
         self.out_norm = None if sizes.norm == "none" else norm(epsilon=model.norm_epsilon)
-        self.norm, self.num_groups = sizes.norm, sizes.groups
+        self.norm = sizes.norm
+        self.num_groups = sizes.groups
         self.step_limits = sizes.smallest_step, sizes.largest_step or None
 
     @classmethod

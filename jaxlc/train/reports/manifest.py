@@ -59,7 +59,8 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
 def plan_summary(step: TrainStep, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """What is known of a compiled step before it runs: sequence length, mesh, attention, FLOPs, and
     its memory on each device and in host memory, in bytes."""
-    stats, config = compiled.memory_analysis(), step.config
+    stats = compiled.memory_analysis()
+    config = step.config
     summary: dict[str, Any] = dict(seq_len=config.data.seq_len, mesh=mesh_text(step.mesh.shape))
     if step.model is None:
         summary |= dict(
@@ -130,7 +131,8 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     Raises:
       OSError: the files cannot be written.
     """
-    path, text = workdir / CONFIG_COPY, config_text(stages)
+    path = workdir / CONFIG_COPY
+    text = config_text(stages)
     has_copy = path.exists()
     text_before, manifest = split_text(path.read_text(errors="replace")) if has_copy else ("", {})
     is_changed = has_copy and text_before.rstrip() != text.rstrip()
@@ -141,7 +143,8 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
         out.write(joined_text(text, make_manifest(manifest)).encode())
     if not is_changed:
         return None
-    before, after = _settings(kept), _settings(path)
+    before = _settings(kept)
+    after = _settings(path)
     names = [name for name in before | after if before.get(name) != after.get(name)]
     if not names:  # only their order or the text around them
         kept.unlink()

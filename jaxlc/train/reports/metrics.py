@@ -115,7 +115,9 @@ class PendingMetrics:
 
     def start_row(self) -> None:
         """The means below are over the steps that are fetched from now on."""
-        self._num_steps, self._seconds, self._attention_pairs = 0, 0.0, 0.0
+        self._num_steps = 0
+        self._seconds = 0.0
+        self._attention_pairs = 0.0
 
     @property
     def seconds_per_step(self) -> float:
@@ -180,7 +182,9 @@ class WandbWriter:
             dir=str(workdir),
             config=dict(settings),
         )
-        self._log, self._num_dropped, self._has_failed = log, 0, False
+        self._log = log
+        self._num_dropped = 0
+        self._has_failed = False
         self._rows: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(_MAX_ROWS)
         self._thread = threading.Thread(target=self._send, name="jaxlc-wandb", daemon=True)
         self._thread.start()
@@ -288,7 +292,8 @@ class Timings:
 
     def take(self) -> dict[str, float]:
         """Returns what was measured since the last call."""
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         return row
 
 
@@ -357,7 +362,8 @@ class _RowFile:
     """A file to which lines are appended. If it is deleted or replaced, it is written again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]):
-        self._path, self._warn = path, warn
+        self._path = path
+        self._warn = warn
         self._file = path.open("a+")
 
     def append(self, line: str) -> None:
@@ -393,7 +399,9 @@ class MetricsLog:
     def __init__(
         self, file: _RowFile | None, writers: Sequence[MetricsWriter] = (), stage: str = ""
     ):
-        self._file, self._writers, self._stage = file, writers, stage
+        self._file = file
+        self._writers = writers
+        self._stage = stage
 
     def for_stage(self, name: str) -> "MetricsLog":
         """The same log, whose rows name a stage; "": none."""

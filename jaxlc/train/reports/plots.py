@@ -96,7 +96,8 @@ def _over_steps(
     """
     history = History(rows)
     first, *others = labels
-    shown, constants = {first: labels[first]}, []
+    shown = {first: labels[first]}
+    constants = []
     for name in others:
         values = history.column(name)[1]
         if len(values) and np.ptp(values) > 0.01 * np.abs(values).max():
@@ -124,7 +125,8 @@ def _draw_stages(axes: Axes, history: History) -> None:
     """Lines at the boundaries of stages, and the names of the stages at the top."""
     if "stage" not in history or not history.num_rows:
         return
-    names, steps = history["stage"], history["step"]
+    names = history["stage"]
+    steps = history["step"]
     starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
     for index in starts:
         boundary = steps[index - 1] + 0.5 if index else steps[0]
@@ -163,7 +165,8 @@ def loss_by_position_figure(evaluation: Evaluation) -> Figure:
         height_ratios=(5, 1)[:num_rows],
         width_ratios=None if gain is None else (3, 2),
     )
-    axes, below = panels[0, 0], panels[-1, 0]
+    axes = panels[0, 0]
+    below = panels[-1, 0]
     _draw_means(axes, below, columns, columns["loss"], BLUE)
     axes.set_ylabel("held-out loss, nats per token")
     axes.set_title("Held-out loss by position in the document", loc="left", fontsize=11)
@@ -208,8 +211,11 @@ def _draw_means(
     """Draws one point per bin with its band in `axes`, and the number of documents as bars in
     `below`, if that is another panel.
     """
-    first, last = columns["first_position"], columns["last_position"]
-    documents, low, high = columns["documents"], columns["low"], columns["high"]
+    first = columns["first_position"]
+    last = columns["last_position"]
+    documents = columns["documents"]
+    low = columns["low"]
+    high = columns["high"]
     # half a token more on both sides, so that bars touch
     left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)
     center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
@@ -258,10 +264,12 @@ def _limits(mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float,
     Bins of few documents may have bands of several nats: they are clipped, so that they do not
     flatten the curve.
     """
-    is_finite, has_band = np.isfinite(mean), np.isfinite(low)
+    is_finite = np.isfinite(mean)
+    has_band = np.isfinite(low)
     if not is_finite.any():
         return None
-    lowest, highest = mean[is_finite].min(), mean[is_finite].max()
+    lowest = mean[is_finite].min()
+    highest = mean[is_finite].max()
     margin = max(0.15 * (highest - lowest), 1e-3)
     if has_band.any():
         clipped = 1.5 * np.median((high - low)[has_band])

@@ -149,7 +149,8 @@ class Progress:
           flops_per_step: model FLOPs with causal attention, over all devices; None if unknown.
         """
         self._stage = f"{name}: " if name else ""
-        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self._total_steps = total_steps
+        self._flops_per_step = flops_per_step
         if self._steps_bar is not None:
             self._bars.update(self._steps_bar, total=total_steps)
 
@@ -289,9 +290,11 @@ class Progress:
     def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:
         if self._flops_per_step is None:
             return ""
-        pairs, rate = "documents", document_rate
+        pairs = "documents"
+        rate = document_rate
         if rate is None:
-            pairs, rate = "causal", self._flops_per_step / step_seconds
+            pairs = "causal"
+            rate = self._flops_per_step / step_seconds
         peak = self.peak_flops_per_second
         utilization = f", {rate / peak:.1%} of the bf16 peak" if peak else ""
         return f"  {flops_text(rate)} (model, {pairs}{utilization})"

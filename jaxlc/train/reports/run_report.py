@@ -75,7 +75,8 @@ def _cudnn_lines(device: jax.Device) -> list[str]:
 
 def _model_lines(step: TrainStep) -> list[str]:
     """The name of the model, its parameters and its RoPE."""
-    config, params = step.config, step.abstract_state.params
+    config = step.config
+    params = step.abstract_state.params
     num_trained, num_params = (
         num_entries(tree) for tree in (lora.split(params, step.frozen)[0], params)
     )
@@ -118,7 +119,8 @@ def _rope_text(model: ModelConfig) -> str:
 def _optimizer_line(step: TrainStep) -> str:
     if step.custom_optimizer is not None:
         return "optimizer  custom"
-    optimizer, num_steps = step.config.optimizer, step.config.train.steps
+    optimizer = step.config.optimizer
+    num_steps = step.config.train.steps
     schedule = (
         f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or num_steps, 'step')}"
     )
@@ -138,7 +140,8 @@ def _optimizer_line(step: TrainStep) -> str:
 
 
 def _precision_line(step: TrainStep) -> str:
-    config, precision = step.config, step.config.precision
+    config = step.config
+    precision = step.config.precision
     products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
     frozen = ""
     if config.lora.rank or config.train.trainable or config.train.frozen:
@@ -195,7 +198,9 @@ def data_lines(config: Config, source: DataSource, num_steps: int) -> list[str]:
 
 def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
-    train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
+    train = corpus.train
+    heldout = corpus.heldout
+    batch_size = config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
     sizes = [
         f"{count_text(text.num_documents, 'document')}, {count_text(text.num_tokens, 'token')}"
@@ -238,10 +243,8 @@ def _replicas_lines(config: Config, train: PackedText) -> list[str]:
 
 
 def _epoch_text(train: PackedText) -> str:
-    sequences, tokens = (
-        count_text(train.num_sequences, "sequence"),
-        count_text(train.epoch_tokens, "token"),
-    )
+    sequences = count_text(train.num_sequences, "sequence")
+    tokens = count_text(train.epoch_tokens, "token")
     if train.epoch_tokens == train.num_tokens:
         return f"epoch      {sequences}"
     return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
@@ -274,14 +277,14 @@ def resume_lines(
             " different --workdir to start over"
         )
     lines = [line]
-    setting, schedule_steps = "train.steps", config.optimizer.schedule_steps
-    old_steps, ends = meta["config"]["train"]["steps"], f"ends at step {steps}"
+    setting = "train.steps"
+    schedule_steps = config.optimizer.schedule_steps
+    old_steps = meta["config"]["train"]["steps"]
+    ends = f"ends at step {steps}"
     if schedule_steps:
-        setting, steps, ends = (
-            "optimizer.schedule_steps",
-            schedule_steps,
-            f"has {schedule_steps} steps",
-        )
+        setting = "optimizer.schedule_steps"
+        steps = schedule_steps
+        ends = f"has {schedule_steps} steps"
         old_steps = meta["config"]["optimizer"]["schedule_steps"] or old_steps
     if step < config.train.steps and steps != old_steps and config.optimizer.schedule != "constant":
         lines.append(
@@ -358,7 +361,8 @@ def write_report(
     history = History(rows)
     # not `evaluation`
     earlier = History([row for row in rows if row["step"] < step and row.get("stage") == stage])
-    losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
+    losses = history.column("loss")[1]
+    eval_losses = earlier.column("eval_loss")[1]
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
     lines = ["", f"trained         {step} steps, {num_tokens:,} tokens{speed}"]

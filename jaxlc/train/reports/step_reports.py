@@ -40,8 +40,10 @@ class StepReports:
         Args:
           step: the step after which the stage starts or resumes.
         """
-        self._run, self._config = run, run.stage.config
-        self.pending, self._logged_step = PendingMetrics(step), step
+        self._run = run
+        self._config = run.stage.config
+        self.pending = PendingMetrics(step)
+        self._logged_step = step
         self.rows: list[dict[str, float]] = []
         self._reports: list[Callable[[], None]] = []  # in their order
 
@@ -73,7 +75,9 @@ class StepReports:
 
     def write(self) -> None:
         """Writes the reports on the steps that were fetched, and calls the callbacks."""
-        reports, self._reports, self.rows = self._reports, [], []
+        reports = self._reports
+        self._reports = []
+        self.rows = []
         for report in reports:
             report()
 
@@ -81,7 +85,8 @@ class StepReports:
         """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the
         last row.
         """
-        metrics, seconds = self.pending.last, self.pending.seconds_per_step
+        metrics = self.pending.last
+        seconds = self.pending.seconds_per_step
         row = dict(
             step=step,
             loss=float(metrics.loss),
@@ -106,7 +111,8 @@ class StepReports:
             )
         if metrics.experts is not None:
             row |= _balance(metrics.experts)
-            every, end_step = self._config.train.log_every_steps, self._run.stage.end_step
+            every = self._config.train.log_every_steps
+            end_step = self._run.stage.end_step
             if jax.process_index() == 0 and is_recorded(step, every, end_step):
                 self._add(write_loads, self._run.workdir, step, metrics.experts.load_LE)
         row |= self._run.timings.take()
@@ -124,10 +130,8 @@ class StepReports:
         """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if
         that is known.
         """
-        pairs, peak = (
-            self.pending.attention_pairs_per_step,
-            self._run.progress.peak_flops_per_second,
-        )
+        pairs = self.pending.attention_pairs_per_step
+        peak = self._run.progress.peak_flops_per_second
         rate = self._config.step_flops(pairs).total / step_seconds
         rates = dict(flops_per_second_documents=rate)
         return rates | dict(mfu_documents=rate / peak) if peak else rates

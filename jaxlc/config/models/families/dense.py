@@ -192,7 +192,8 @@ GRANITE = Family(
 
 def _mistral_read_kinds(config: Fields, default: int | None = _DEFAULT_WINDOW) -> list[str]:
     """All layers have the window, or none: also if it is at least as long as any text."""
-    window, longest = config.get("sliding_window", default), config.get("max_position_embeddings")
+    window = config.get("sliding_window", default)
+    longest = config.get("max_position_embeddings")
     has_window = window is not None and (longest is None or window < longest)
     return ["sliding" if has_window else "full"] * config["num_hidden_layers"]
 
@@ -310,7 +311,8 @@ _WINDOWS = kind_sets("full", "sliding")
 def _read_windows(config: Fields) -> list[str]:
     """If use_sliding_window is true, layers from max_window_layers on are sliding, or those that
     layer_types says."""
-    num_layers, has_window = config["num_hidden_layers"], config.get("use_sliding_window")
+    num_layers = config["num_hidden_layers"]
+    has_window = config.get("use_sliding_window")
     has_window = has_window and config.get("sliding_window", _DEFAULT_WINDOW) is not None
     num_full = (config.get("max_window_layers", 28) or 0) if has_window else num_layers
     by_default = ["full" if layer < num_full else "sliding" for layer in range(num_layers)]
@@ -403,7 +405,8 @@ def _smollm3_read_kinds(config: Fields) -> list[str]:
     """no_rope_layers has a 0 for layers without RoPE. Masks follow layer_types, whatever
     use_sliding_window says; if layer_types is absent, the layers without RoPE are sliding if
     use_sliding_window is true."""
-    num_layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
+    num_layers = config["num_hidden_layers"]
+    interval = config.get("no_rope_layer_interval") or 4
     has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     positions = ["full" if x else "nope" for x in has_rope[:num_layers]]
     masks = read_layer_types(config)

@@ -35,7 +35,8 @@ def are_dense(config: Fields) -> list[bool]:
     """Whether each layer is dense: every decoder_sparse_step-th layer has experts, unless
     mlp_only_layers names it.
     """
-    step, dense_layers = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step") or 1
+    dense_layers = config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     return [layer in dense_layers or (layer + 1) % step > 0 for layer in layers]
 
@@ -118,7 +119,8 @@ def read_first_dense(config: Fields, num_dense: int, other: str) -> list[str]:
       num_dense: without these fields.
       other: the kind of other layers.
     """
-    num_layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    num_layers = config["num_hidden_layers"]
+    types = config.get("mlp_layer_types")
     num_dense = config.get("first_k_dense_replace", num_dense) or 0
     types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
     return ["dense" if kind == "dense" else other for kind in types]

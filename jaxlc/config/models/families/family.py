@@ -195,7 +195,8 @@ class Family:
 
     def _with_own_parts(self, tensor: Tensor) -> Tensor:
         """`tensor` with the names of `name_parts`."""
-        name, alias = tensor.name, tensor.alias
+        name = tensor.name
+        alias = tensor.alias
         for part, own in self.name_parts.items():
             name = name.replace(part, own)
         alias = None if alias is None else self._with_own_parts(alias)
@@ -248,7 +249,8 @@ class Family:
         """Whether models of this family have the layers of `model`, and one RoPE for all of them
         if config.json has one.
         """
-        settings, by_path = {**COMMON_SETTINGS, **self.settings}, model.by_path
+        settings = {**COMMON_SETTINGS, **self.settings}
+        by_path = model.by_path
         if self.has_one_attention_bias and model.attention.qkv_bias == model.attention.out_bias:
             settings |= dict.fromkeys(
                 ("attention.qkv_bias", "attention.out_bias"), model.attention.qkv_bias
@@ -298,10 +300,8 @@ def _tensors(
 
     def tensor(block: str, x: LayerTensor, alias: LayerTensor | None) -> Tensor:
         fields = x._asdict()
-        name, param = (
-            f"model.layers.{{layer}}.{fields.pop('tensor')}",
-            f"layers/{block}{fields.pop('param')}",
-        )
+        name = f"model.layers.{{layer}}.{fields.pop('tensor')}"
+        param = f"layers/{block}{fields.pop('param')}"
         return Tensor(
             name=name,
             param=param,

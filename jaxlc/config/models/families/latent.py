@@ -192,7 +192,8 @@ _KIMI_SIZES = {  # in linear_attn_config, which are fields of transformers, too
 
 def _kimi_read_kinds(config: Fields) -> list[str]:
     """linear_attn_config counts layers from 1."""
-    indices, linear = range(config["num_hidden_layers"]), config.get("linear_attn_config") or {}
+    indices = range(config["num_hidden_layers"])
+    linear = config.get("linear_attn_config") or {}
     if config.get("layer_types"):
         mixers = [_KIMI_TYPES.get(name, name) for name in config["layer_types"]]
     elif linear.get("kda_layers"):

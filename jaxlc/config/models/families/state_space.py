@@ -43,7 +43,8 @@ def _granite_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _granite_read_settings(config: Fields) -> dict[str, Any]:
     """Without experts, the layers have the shared block alone."""
-    num_experts, shared = config["num_local_experts"], config["shared_intermediate_size"]
+    num_experts = config["num_local_experts"]
+    shared = config["shared_intermediate_size"]
     settings = {**GRANITE.read_settings(config), **_read_mamba(config), "ffn_dim": shared}
     if not num_experts:
         return settings
@@ -57,7 +58,8 @@ def _granite_read_settings(config: Fields) -> dict[str, Any]:
 
 
 def _granite_write_settings(model: ModelConfig) -> dict[str, Any]:
-    sizes, mamba = model.experts, model.mamba2
+    sizes = model.experts
+    mamba = model.mamba2
     return dict(
         **GRANITE.write_settings(model),
         **_write_step_limit(model),
