@@ -314,6 +314,12 @@ def attention_kernel(
         return (
             _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
         )
+    if instruction.opcode == "fusion" and instruction.attributes.get("kind") == "kCustom":
+        # XLA fuses a call of a foreign function with slices of the arrays that it reads and writes.
+        body = program.computations[instruction.called[0]]
+        calls = (attention_kernel(program, body, x) for x in body if x.opcode == "custom-call")
+        call = next(filter(None, calls), None)
+        return call and call._replace(instruction=instruction)
     if instruction.opcode != "custom-call":
         return None
     target = instruction.attributes["custom_call_target"].strip('"')

@@ -35,6 +35,7 @@ from jaxlc.hlo.collectives import Collective, mesh_axes
 from jaxlc.hlo.kernel_costs import (
     ALLOCATE_BUFFER,
     AttentionCollective,
+    attention_kernel,
     documents_per_row,
     is_expert_kernel,
 )
@@ -231,7 +232,9 @@ def workspace_bytes(program: AnalyzedProgram) -> int:
     sizes = [0]
     for computation in program:
         for instruction in computation:
-            call = program.attention_call_of.get(instruction)
+            if instruction.opcode != "custom-call":  # also of the call within a fusion
+                continue
+            call = attention_kernel(program, computation, instruction)
             if call is None or not call.kernel.startswith(("cudnn", "fa3")):
                 continue
             last = instruction.arrays[-1]
@@ -575,8 +578,10 @@ def kernels(program: AnalyzedProgram) -> dict[str, int]:
         counts[f"{call.kernel} attention {call.pass_name}"] += times
     for computation in program:
         for instruction in computation:
-            name = None if instruction in program.attention_call_of else _library_call(instruction)
-            if name is not None and program.execution_counts[computation.name]:
+            name = _library_call(instruction)
+            if name is None or attention_kernel(program, computation, instruction):
+                continue
+            if program.execution_counts[computation.name]:
                 counts[name] += program.execution_counts[computation.name]
     return dict(counts.most_common())
 

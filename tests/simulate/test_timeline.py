@@ -434,6 +434,21 @@ ATTENTION = (
 )
 
 
+def test_call_in_a_fusion_with_slices_counts_as_the_call():
+    query, call = ATTENTION
+    body = f"%sliced () -> () {{\n  {query}\n  ROOT {call}\n}}\n"
+    shape = call.partition("= ")[2].partition(" custom-call")[0]
+    fusion = f"%fused = {shape} fusion(%q), kind=kCustom, calls=%sliced"
+    fused = predicted(query, fusion, more=body)
+    assert fused.step_seconds == predicted(*ATTENTION).step_seconds > 0
+    assert set(fused.seconds_by_kind) == {"attention"}
+    program_of = analyze(program(query, fusion, END, more=body))
+    assert plan_program.kernels(program_of) == {"cudnn attention forward": 1}
+    alone = analyze(program(*ATTENTION, END))
+    workspace = plan_program.workspace_bytes
+    assert workspace(program_of) == workspace(alone)
+
+
 def test_causal_call_over_local_chunk_counts_half():
     full = 4 * 32 * 128 * 4096**2 / 989.4e12
     for mask, share in dict(NO_MASK=1.0, CAUSAL=0.5).items():
