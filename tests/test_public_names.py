@@ -175,6 +175,7 @@ PLAN = {
             "evaluation_peak_bytes",
             "hints",
             "kernel_choice",
+            "kernel_names",
             "kernels",
             "mesh",
         ),

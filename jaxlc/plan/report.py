@@ -70,6 +70,8 @@ class PlanRecord:
     kernel_choice: str  # the attention kernel, and why it was selected
     # the transport of attention's collective permutes, and why it was selected
     transport_choice: str
+    # the attention kernel; by kind of layers where they differ. "": in a plan of an earlier version
+    kernel_names: str = ""
     launches: Launches | None = None  # how the step runs; None: in a plan of an earlier version
     hints: tuple[str, ...] = ()  # settings that may make the step faster
     context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not

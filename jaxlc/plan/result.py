@@ -77,6 +77,7 @@ class Plan(PlanRecord):
             kernels=kernels(program.program),
             launches=program.launches,
             kernel_choice=step.kernel_choice,
+            kernel_names=step.kernel_names,
             transport_choice="; ".join([choice, *program.warnings]),
             config={
                 name: values

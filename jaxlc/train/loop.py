@@ -49,6 +49,7 @@ from jaxlc.train.callbacks import (
     run_due,
 )
 from jaxlc.train.reports.manifest import (
+    differing_kernel,
     keep_config,
     keep_plan,
     plan_summary,
@@ -448,5 +449,7 @@ def _compile(stage: str, step: TrainStep, outputs: Outputs) -> jax.stages.Compil
         progress.log(line)
     if jax.process_index() == 0:
         keep_plan(outputs.workdir, stage, plan_summary(step, compiled))
+        if line := differing_kernel(outputs.workdir, stage, step):
+            progress.log(f"warning: {line}")
     wait_for_processes("step compiled")
     return compiled

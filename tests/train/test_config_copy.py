@@ -1,10 +1,18 @@
 import importlib.metadata
+import json
 
 import pytest
 
 import jaxlc
 from jaxlc.config import load_stages, read_config
-from jaxlc.train.reports.manifest import keep_config, keep_plan, make_manifest, read_manifest
+from jaxlc.train.reports.manifest import (
+    differing_kernel,
+    keep_config,
+    keep_plan,
+    make_manifest,
+    read_manifest,
+)
+from tests.step.synthetic import small_config, small_step
 
 
 def test_different_settings_of_an_earlier_start_are_kept(tmp_path):
@@ -29,6 +37,24 @@ def test_different_settings_of_an_earlier_start_are_kept(tmp_path):
     assert read_config(str(path)).train.steps == 400  # the settings are as before
     path.write_text("damaged(")
     assert "resolved_config-3.py" in keep_config(tmp_path, load_stages(config))
+
+
+def test_run_reports_a_kernel_that_differs_from_the_plan_in_its_workdir(tmp_path):
+    step, path = small_step(small_config()), tmp_path / "plan.json"
+    assert step.kernel_names == "blockwise"
+    assert differing_kernel(tmp_path, "", step) is None  # no plan
+    path.write_text(json.dumps(dict(kernel_names="blockwise")))
+    assert differing_kernel(tmp_path, "", step) is None
+    path.write_text(json.dumps(dict(kernel_names="fa3")))
+    line = differing_kernel(tmp_path, "", step)
+    assert f"{path} is a plan with attention kernel fa3, and this run has blockwise (" in line
+    plans = [dict(name=name, plan=dict(kernel_names=name)) for name in ("fa3", "blockwise")]
+    path.write_text(json.dumps(dict(stages=plans)))
+    lines = [differing_kernel(tmp_path, plan["name"], step) for plan in plans]
+    assert "attention kernel fa3" in lines[0] and lines[1] is None
+    for text in ("{", "[]", "1", "{}", '{"stages": []}'):
+        path.write_text(text)
+        assert f"plan again with --json={path}" in differing_kernel(tmp_path, "", step)
 
 
 def test_manifest_keeps_the_identifier_of_the_run(tmp_path):

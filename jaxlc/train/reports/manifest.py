@@ -22,8 +22,8 @@ from jaxlc.config.files import config_text
 from jaxlc.config.settings import converted
 from jaxlc.config.values import flattened
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError
-from jaxlc.core.files import replacing
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.files import read_json_file, replacing
 from jaxlc.core.interrupts import call_within
 from jaxlc.runtime.watchdog import text_of_process_0
 from jaxlc.step.step import TrainStep
@@ -119,6 +119,7 @@ def _commit() -> str:
 
 
 CONFIG_COPY = "resolved_config.py"
+PLAN_FILE = "plan.json"  # of `jaxlc plan --json`
 _MAX_NAMES = 8  # changed settings in one line
 
 
@@ -166,6 +167,28 @@ def keep_plan(workdir: Path, stage: str, plan: dict[str, Any]) -> None:
     manifest["plan"] = {**manifest.get("plan", {}), stage: plan}
     with replacing(path) as out:
         out.write(joined_text(text, manifest).encode())
+
+
+def differing_kernel(workdir: Path, stage: str, step: TrainStep) -> str | None:
+    """How the attention kernel of a stage differs from that of the plan in `workdir`, in one line;
+    None if it does not, or if no plan is there.
+    """
+    path = workdir / PLAN_FILE
+    if not path.exists() or step.model is not None:
+        return None
+    try:
+        plan = read_json_file(path)
+        if "stages" in plan:
+            plan = next(x["plan"] for x in plan["stages"] if x["name"] == stage)
+        planned = plan["kernel_names"]
+    except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+        return f"the attention kernel of {path} is unknown: {reason_of(error)}; plan again with --json={path}"
+    if planned == step.kernel_names:
+        return None
+    return (
+        f"{path} is a plan with attention kernel {planned}, and this run has {step.kernel_choice}: time and memory"
+        " differ from the plan"
+    )
 
 
 def read_manifest(workdir: Path) -> dict[str, Any]:
