@@ -14,9 +14,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import original_of
-from jaxlc.core.errors import Unsupported
 from jaxlc.core.text import gib
-from jaxlc.data.sequences.loader import DataSource
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
@@ -109,7 +107,7 @@ class PolicyRollouts:
         num_agents = len(prompts) * self._step.config.rollouts.answers_per_prompt
         rounds, result = _Rounds(num_agents), None
         if jax.process_index() == 0:
-            answers = self._agents.rollouts(prompts, step, step - 1, rounds)
+            answers = self._agents.rollouts(prompts, step, step - 1, rounds.sample, rounds.end)
             result = rounds.started(answers)
         self._generator.set_params(params)
         try:
@@ -142,12 +140,12 @@ class PolicyRollouts:
         num_more = min(num_agents, 2 ** (len(batch) - 1).bit_length()) - len(batch)
         padded = batch + batch[:1] * num_more
         generations = self._generator(
-            [request.ids for request in padded],
-            max_tokens=[request.max_tokens for request in padded],
+            [ids for ids, _, _ in padded],
+            max_tokens=[most for _, most, _ in padded],
             sampling=sampling,
             stop=stops.texts,
             stop_ids=stops.ids,
-            indices=[request.number * num_agents + request.agent for request in padded],
+            indices=[index for _, _, index in padded],
         )
         return [
             Turn(x.tokens, x.log_probs, x.text, x.finish_reason, x.experts)
@@ -159,23 +157,22 @@ class _Rounds:
     """Collects the requests of agents: a batch has those of all agents that run."""
 
     def __init__(self, num_agents: int):
-        self._running = set(range(num_agents))
-        self._waiting: dict[tuple[int, int], tuple[Request, asyncio.Future]] = {}
+        self._num_agents, self._running = num_agents, set(range(num_agents))
+        self._waiting: dict[int, tuple[Request, Future]] = {}  # by index
         self._batches: queue.SimpleQueue[list] = queue.SimpleQueue()
-        self._answered: list[asyncio.Future] = []
-        self._loop = asyncio.new_event_loop()
+        self._answered: list[Future] = []
 
     def started(self, rollouts: Coroutine[Any, Any, list]) -> Future:
         """Runs the agents in another thread."""
-        result = in_thread(lambda: self._loop.run_until_complete(rollouts))
+        result = in_thread(lambda: asyncio.run(rollouts))
         result.add_done_callback(lambda _: self._batches.put([]))
         return result
 
-    async def sample(self, request: Request) -> Turn:
-        future = self._loop.create_future()
-        self._waiting[request.agent, request.number] = request, future
+    async def sample(self, *request: Any) -> Turn:
+        future = Future()
+        self._waiting[request[-1]] = request, future
         self._send()
-        return await future
+        return await asyncio.wrap_future(future)
 
     def end(self, agent: int) -> None:
         self._running.discard(agent)
@@ -183,8 +180,8 @@ class _Rounds:
 
     def _send(self) -> None:
         # an agent that waits for a tool asks soon
-        if self._waiting and self._running <= {agent for agent, _ in self._waiting}:
-            self._batches.put([self._waiting[key] for key in sorted(self._waiting)])
+        if self._waiting and self._running <= {x % self._num_agents for x in self._waiting}:
+            self._batches.put([self._waiting[index] for index in sorted(self._waiting)])
             self._waiting = {}
 
     def next(self) -> list[Request]:
@@ -195,35 +192,19 @@ class _Rounds:
 
     def answer(self, turns: list[Turn]) -> None:
         for future, turn in zip(self._answered, turns, strict=True):
-            self._loop.call_soon_threadsafe(future.set_result, turn)
+            future.set_result(turn)
 
 
 def _shared(batch: list[Request]) -> list[Request]:
     """The requests of process 0, in all processes."""
-    longest = max((len(request.ids) for request in batch), default=0)
-    shape = broadcast_one_to_all(np.array([len(batch), longest + 4], np.int32))
+    longest = max((len(ids) for ids, _, _ in batch), default=0)
+    shape = broadcast_one_to_all(np.array([len(batch), longest + 3], np.int32))
     table = np.zeros(shape, np.int32)
-    for row, request in zip(table, batch):
-        row[:4] = len(request.ids), *request[1:]
-        row[4 : 4 + len(request.ids)] = request.ids
+    for row, (ids, most, index) in zip(table, batch):
+        row[:3] = len(ids), most, index
+        row[3 : 3 + len(ids)] = ids
     table = broadcast_one_to_all(table) if len(table) else table
-    return [Request(row[4 : 4 + row[0]], *row[1:4].tolist()) for row in table]
-
-
-def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts | None:
-    """None: another program makes the rollouts, or there are none.
-
-    Raises:
-      UserError: the reward cannot be loaded.
-      Unsupported: a custom model.
-    """
-    if not isinstance(source, Rollouts) or not source.prompts:
-        return None
-    if step.model is not None:
-        raise Unsupported(
-            "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
-        )
-    return PolicyRollouts(step, source)
+    return [(row[3 : 3 + row[0]], *row[1:3].tolist()) for row in table]
 
 
 def means_of(traces: Sequence[dict[str, Any]], path: Path) -> dict[str, float]:

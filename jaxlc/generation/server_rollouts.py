@@ -30,7 +30,7 @@ from jaxlc.generation.policy_rollouts import HELDOUT, means_of, prompts_of_step
 from jaxlc.hf.adapters import WEIGHTS_FILE, Params, write_adapters
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
-from jaxlc.posttrain.agents import Request, Turn, check_failures, make_agents, seed_of
+from jaxlc.posttrain.agents import check_failures, make_agents, seed_of
 from jaxlc.posttrain.rollouts import Rollouts, on_process_0, write_rollouts
 from jaxlc.posttrain.server import Server, open_teacher
 from jaxlc.step.step import TrainStep
@@ -118,10 +118,9 @@ class ServerRollouts:
         digest = hashlib.sha256((adapter / WEIGHTS_FILE).read_bytes()).hexdigest()[:12]
         name = f"{version}-{digest}"
         await self._server.load(name, adapter)
-        num_agents = len(numbers) * self._config.rollouts.answers_per_prompt
         seed = seed_of(self._config, step, attempt)
-        policy = _Version(self._server, name, adapter, seed, num_agents)
-        return await self._agents.rollouts(numbers, step, version, policy)
+        sample = self._server.sampler(name, adapter, seed)
+        return await self._agents.rollouts(numbers, step, version, sample)
 
     def _submit(self, coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -170,18 +169,3 @@ def _gathered(params: dict, config: Config) -> Params:
     for path, x in arrays.items():  # without padding of the vocabulary
         arrays[path] = x[tuple(map(slice, abstract[path].shape))]
     return SimpleNamespace(abstract=abstract, read=lambda paths: {x: arrays[x] for x in paths})
-
-
-class _Version:
-    """A version of the policy, as the sampler of agents."""
-
-    def __init__(self, server: Server, name: str, adapter: Path, seed: int, num_agents: int):
-        self._server, self._adapter = server, (name, adapter)
-        self._seed, self._num_agents = seed, num_agents
-
-    async def sample(self, request: Request) -> Turn:
-        # the seed and the index of the own sampler in the 63 bits that a server takes
-        seed = (self._seed << 31) + request.number * self._num_agents + request.agent
-        return await self._server.complete(request, *self._adapter, seed)
-
-    def end(self, agent: int) -> None: ...

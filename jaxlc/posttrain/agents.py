@@ -9,9 +9,9 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,15 +33,6 @@ class SamplerError(UserError):
     """The policy cannot answer, such as a server that is lost; not a failure of the agent."""
 
 
-class Request(NamedTuple):
-    """A turn that an agent waits for."""
-
-    ids: np.ndarray  # int32 [tokens], of the prompt
-    max_tokens: int
-    agent: int  # its number in the rollouts of a step
-    number: int  # of the requests of this agent
-
-
 class Turn(NamedTuple):
     """What the policy answers."""
 
@@ -59,17 +50,11 @@ class Turn(NamedTuple):
         return dict(role=ASSISTANT, content=self.text)
 
 
-class Sampler(Protocol):
-    """Answers the requests of agents."""
-
-    async def sample(self, request: Request) -> Turn: ...
-
-    def end(self, agent: int) -> None:
-        """An agent asks no more."""
-
-
+# Token ids of a prompt, the most tokens of the answer, and the index of the request among those of a step, which
+# decides the random numbers
+Request = tuple[np.ndarray, int, int]
+Sample = Callable[[np.ndarray, int, int], Awaitable[Turn]]  # answers a request
 Teacher = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # adds candidates to a record
-Sample = Callable[[np.ndarray, int], Awaitable[Turn]]  # ids and the most tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,28 +65,24 @@ class Context:
     sampled: np.ndarray  # bool [n]
     log_probs: np.ndarray  # float32, of the sampled ones
     experts: np.ndarray | None  # of all tokens but the last
-    chat: Sequence[Any] = ()  # of `ask`: the tools and the messages
     is_continued: bool = False  # by another one
 
 
+@dataclass(frozen=True, eq=False)
 class Client:
     """The policy, for one call of an agent."""
 
-    def __init__(self, prompt: Prompt, encoder: Encoder, config: Config, sample: Sample):
-        self.prompt, self.encoder, self.trajectories = prompt, encoder, list[Trajectory]()
-        self._config, self._sample = config, sample
+    prompt: Prompt
+    encoder: Encoder
+    config: Config
+    sample: Sample
+    indices: Iterator[int]  # of its requests
+    trajectories: list["Trajectory"] = field(default_factory=list)
 
     def trajectory(self) -> "Trajectory":
         """A new one, whose turns share a reward."""
         self.trajectories.append(Trajectory(self))
         return self.trajectories[-1]
-
-    async def turn(self, ids: np.ndarray) -> Turn:
-        """The continuation of token ids, without a record."""
-        room = self._config.data.seq_len + 1 - len(ids)
-        if room < 1:
-            return Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), "", "context")
-        return await self._sample(ids, min(self._config.rollouts.max_tokens, room))
 
 
 class Trajectory:
@@ -111,7 +92,10 @@ class Trajectory:
 
     def __init__(self, client: Client):
         self.turns: list[Turn] = []
+        self.result: float | str = ""  # the reward, or why there is none
         self._client, self._contexts = client, list[Context]()
+        # tools and messages of `ask`, with the answer, and their tokens
+        self._chats: list[tuple[list[Any], np.ndarray]] = []
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
@@ -122,22 +106,47 @@ class Trajectory:
           messages: to continue a context, those of an earlier call, the `Turn.message` of its answer, and new ones.
         """
         chat, encoder, where = [tools, *messages], self._client.encoder, self._client.prompt.where
-        known = [x for x in self._contexts if x.chat and chat[: len(x.chat)] == x.chat]
-        before = max(known, key=lambda x: len(x.chat), default=None)
-        if before is None:
-            ids, _ = encoder.prompt(Chat(list(messages), tools), where)
+        known = [x for x in self._chats if chat[: len(x[0])] == x[0]]
+        if known:
+            before, tokens = max(known, key=lambda x: len(x[0]))
+            ids = encoder.continued(tokens, Chat(chat[len(before) :], tools), where)
         else:
-            new = Chat(chat[len(before.chat) :], tools)
-            ids = encoder.continued(before.tokens, new, where)
-        return await self._turn(ids, before, chat)
+            ids, _ = encoder.prompt(Chat(list(messages), tools), where)
+        turn = await self.sample(ids)
+        self._chats.append(([*chat, turn.message], np.concatenate([ids, turn.tokens])))
+        return turn
 
     async def sample(self, ids: Sequence[int] | np.ndarray) -> Turn:
         """The continuation of token ids, which start with those of an earlier turn, or a new
         context.
         """
-        ids = np.asarray(ids, np.int32)
+        ids, client = np.asarray(ids, np.int32), self._client
+        room = client.config.data.seq_len + 1 - len(ids)
+        turn = Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), "", "context")
+        if room > 0:
+            most = min(client.config.rollouts.max_tokens, room)
+            turn = await client.sample(ids, most, next(client.indices))
+        self.turns.append(turn)
+        if not len(turn.tokens):
+            return turn
+        tokens, log_probs, experts = (
+            np.concatenate([ids, turn.tokens]),
+            turn.log_probs,
+            turn.experts,
+        )
+        sampled = np.arange(len(tokens)) >= len(ids)
         known = [x for x in self._contexts if np.array_equal(ids[: len(x.tokens)], x.tokens)]
-        return await self._turn(ids, max(known, key=lambda x: len(x.tokens), default=None))
+        if known:
+            before = max(known, key=lambda x: len(x.tokens))
+            before.is_continued = True
+            sampled[: len(before.sampled)] = before.sampled
+            log_probs = np.concatenate([before.log_probs, log_probs])
+            if experts is not None:  # those that were used when a token was sampled
+                experts = np.concatenate([before.experts, experts[len(before.experts) :]])
+        self._contexts.append(
+            Context(tokens=tokens, sampled=sampled, log_probs=log_probs, experts=experts)
+        )
+        return turn
 
     @property
     def contexts(self) -> list[Context]:
@@ -154,31 +163,24 @@ class Trajectory:
             reason=self.turns[-1].reason,
         )
 
-    async def _turn(
-        self, ids: np.ndarray, before: Context | None, chat: Sequence[Any] = ()
-    ) -> Turn:
-        turn = await self._client.turn(ids)
-        self.turns.append(turn)
-        if not len(turn.tokens):
-            return turn
-        num_tokens, experts = len(ids) + len(turn.tokens), turn.experts
-        sampled, log_probs = np.arange(num_tokens) >= len(ids), turn.log_probs
-        if before is not None:
-            before.is_continued = True
-            sampled[: len(before.sampled)] = before.sampled
-            log_probs = np.concatenate([before.log_probs, log_probs])
-            if experts is not None:  # those that were used when a token was sampled
-                experts = np.concatenate([before.experts, experts[len(before.experts) :]])
-        self._contexts.append(
-            Context(
-                tokens=np.concatenate([ids, turn.tokens]),
-                sampled=sampled,
-                log_probs=log_probs,
-                experts=experts,
-                chat=[*chat, turn.message] if chat else (),
+    def records(self, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The record of each context, or of none, with its reward or why it failed, and `fields`."""
+        turns = [turn.text for turn in self.turns]
+        text = dict(prompt=self._client.prompt.text, answer="\n".join(turns))
+        name = FAILED if isinstance(self.result, str) else "reward"
+        fields = {**fields, "text": text, name: self.result}
+        for context in self.contexts:
+            if context.experts is not None:
+                fields |= dict(routed_experts=encoded_array(context.experts))
+            yield dict(
+                tokens=context.tokens.tolist(),
+                loss_mask=context.sampled.astype(int).tolist(),
+                sampled_log_probs=context.log_probs.tolist(),
+                truncated=self.turns[-1].reason != "stop",
+                **fields,
             )
-        )
-        return turn
+        if not self.contexts:
+            yield fields
 
 
 async def answer_once(client: Client, record: Mapping[str, Any]) -> Trajectory:
@@ -201,88 +203,68 @@ class Agents:
     teacher: Teacher | None = None
 
     async def rollouts(
-        self, numbers: Sequence[int], step: int, policy_step: int, sampler: Sampler
+        self,
+        numbers: Sequence[int],
+        step: int,
+        policy_step: int,
+        sample: Sample,
+        end: Callable[[int], None] = lambda _: None,
     ) -> list[dict[str, Any]]:
         """The records of the answers to prompts, in the order of `numbers`, with their rewards.
 
+        Args:
+          sample: gets indices that are the number of the agent plus multiples of the number of agents.
+          end: called with the number of each agent that asks no more.
         Raises:
-          SamplerError: of the sampler.
+          SamplerError: of `sample`.
         """
         num_answers = self.config.rollouts.answers_per_prompt
+        num_agents = len(numbers) * num_answers
+
+        async def call(prompt: Prompt, agent: int) -> list[Trajectory]:
+            indices = itertools.count(agent, num_agents)
+            try:
+                return await self._call(Client(prompt, self.encoder, self.config, sample, indices))
+            finally:
+                end(agent)
 
         async def group(at: int, number: int) -> list[dict[str, Any]]:
             prompt, agents = self.prompts[number], range(at * num_answers, (at + 1) * num_answers)
-            calls = await asyncio.gather(*[self._call(prompt, x, sampler) for x in agents])
-            ended = [pair for pairs in calls for pair in pairs]
-            answers = [trajectory.answer for trajectory, failure in ended if not failure]
+            calls = await asyncio.gather(*[call(prompt, agent) for agent in agents])
+            trajectories = list(itertools.chain(*calls))
+            ended = [x for x in trajectories if not x.result]
+            answers = [x.answer for x in ended]
             rewards = await rewards_of(self.reward, answers, prompt.record, self.config.rollouts)
-            results, fields = iter(rewards), dict(policy_step=policy_step, group=f"{step}-{number}")
-            return [
-                record
-                for name, (trajectory, failure) in enumerate(ended)
-                for record in self._records(
-                    trajectory, prompt, str(name), failure or next(results), fields
-                )
-            ]
+            for trajectory, reward in zip(ended, rewards, strict=True):
+                trajectory.result = reward
+            records = []
+            for name, trajectory in enumerate(trajectories):
+                fields = dict(policy_step=policy_step, group=f"{step}-{number}")
+                if self.config.rollouts.agent:
+                    fields |= dict(trajectory=str(name))
+                records += trajectory.records(fields)
+            return records
 
         groups = await asyncio.gather(*[group(*x) for x in enumerate(numbers)])
-        records = [record for records in groups for record in records]
+        records = list(itertools.chain(*groups))
         if self.teacher is None:
             return records
         return await asyncio.gather(*map(self.teacher, records))
 
-    async def _call(
-        self, prompt: Prompt, number: int, sampler: Sampler
-    ) -> list[tuple[Trajectory, str]]:
-        """Runs the agent; returns its trajectories, or all of the client and why it failed."""
-        requests = itertools.count()
-
-        async def sample(ids: np.ndarray, max_tokens: int) -> Turn:
-            return await sampler.sample(Request(ids, max_tokens, number, next(requests)))
-
-        client = Client(prompt, self.encoder, self.config, sample)
+    async def _call(self, client: Client) -> list[Trajectory]:
+        """Runs the agent; returns its trajectories, or if it fails all of the client."""
         try:
-            result = await self.agent(client, prompt.record)
+            result = await self.agent(client, client.prompt.record)
             trajectories = [result] if isinstance(result, Trajectory) else list(result)
             if not trajectories or not all(x.contexts for x in trajectories):
                 raise ValueError("expected one or more trajectories with a turn")
-            return [(trajectory, "") for trajectory in trajectories]
         except SamplerError:
             raise
         except Exception as error:
-            failure = f"config.rollouts.agent failed: {reason_of(error)}"
-            return [(x, failure) for x in client.trajectories or [client.trajectory()]]
-        finally:
-            sampler.end(number)
-
-    def _records(
-        self,
-        trajectory: Trajectory,
-        prompt: Prompt,
-        name: str,
-        result: float | str,
-        fields: Mapping[str, Any],
-    ) -> Iterator[dict[str, Any]]:
-        """The record of each context of a trajectory, with its reward or why it failed."""
-        turns = [turn.text for turn in trajectory.turns]
-        fields = {**fields, "text": dict(prompt=prompt.text, answer="\n".join(turns))}
-        if self.config.rollouts.agent:
-            fields |= dict(trajectory=name)
-        fields |= {FAILED: result} if isinstance(result, str) else dict(reward=result)
-        for context in trajectory.contexts:
-            experts = {}
-            if context.experts is not None:
-                experts = dict(routed_experts=encoded_array(context.experts))
-            yield dict(
-                **experts,
-                tokens=context.tokens.tolist(),
-                loss_mask=context.sampled.astype(int).tolist(),
-                sampled_log_probs=context.log_probs.tolist(),
-                truncated=trajectory.turns[-1].reason != "stop",
-                **fields,
-            )
-        if not trajectory.contexts:
-            yield fields
+            trajectories = client.trajectories or [client.trajectory()]
+            for trajectory in trajectories:
+                trajectory.result = f"config.rollouts.agent failed: {reason_of(error)}"
+        return trajectories
 
 
 def make_agents(

@@ -23,7 +23,7 @@ from jaxlc.core.errors import raise_all, reason_of
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.agents import FAILED, Request, SamplerError, Teacher, Turn
+from jaxlc.posttrain.agents import FAILED, Sample, SamplerError, Teacher, Turn
 from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
 from jaxlc.posttrain.rewards import in_thread
 from jaxlc.posttrain.rollouts import on_process_0
@@ -125,13 +125,24 @@ class Server:
                 with contextlib.suppress(_Refused):  # it is not loaded any more
                     await self.post("/v1/unload_lora_adapter", dict(lora_name=model["id"]))
 
-    async def complete(self, request: Request, name: str, adapter: Path, seed: int) -> Turn:
+    def sampler(self, name: str, adapter: Path, seed: int) -> Sample:
+        """Answers of an adapter, with random numbers of a seed of 32 bits and an index."""
+
+        async def sample(ids: np.ndarray, most: int, index: int) -> Turn:
+            # the seed and the index of the own sampler in the 63 bits that a server takes
+            return await self.complete(ids.tolist(), most, name, adapter, (seed << 31) + index)
+
+        return sample
+
+    async def complete(
+        self, ids: list[int], max_tokens: int, name: str, adapter: Path, seed: int
+    ) -> Turn:
         """The answer of an adapter, which is loaded again if the server has been restarted."""
         config = self.config
         body = dict(
             model=name,
-            prompt=request.ids.tolist(),
-            max_tokens=request.max_tokens,
+            prompt=ids,
+            max_tokens=max_tokens,
             temperature=config.posttrain.temperature,
             top_p=config.rollouts.top_p,
             seed=seed,
@@ -141,20 +152,20 @@ class Server:
             stop_token_ids=self.stops.ids,
             **_PLAIN_SAMPLING,
         )
-        for has_loaded in (False, True):
-            try:
-                return self._turn(request, await self._completed(body))
-            except _Refused as error:
-                if has_loaded or error.status != http.client.NOT_FOUND:
-                    raise
+        try:
+            choice = await self._completed(body)
+        except _Refused as error:
+            if error.status != http.client.NOT_FOUND:
+                raise
             await self.load(name, adapter)
-        raise AssertionError
+            choice = await self._completed(body)
+        return self._turn(ids, choice)
 
     async def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         return (await self.post("/v1/completions", body))["choices"][0]
 
-    def _turn(self, request: Request, choice: dict[str, Any]) -> Turn:
-        if choice["prompt_token_ids"] != request.ids.tolist():
+    def _turn(self, ids: list[int], choice: dict[str, Any]) -> Turn:
+        if choice["prompt_token_ids"] != ids:
             raise SamplerError("the server has changed the token ids of a prompt")
         if choice["finish_reason"] not in ("stop", "length"):
             raise SamplerError(f"the server ended a completion by {choice['finish_reason']!r}")

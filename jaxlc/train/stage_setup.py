@@ -57,7 +57,7 @@ from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.generate_text import Sampler
-from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
+from jaxlc.generation.policy_rollouts import PolicyRollouts
 from jaxlc.generation.server_rollouts import ServerRollouts
 from jaxlc.models.lora import trained_settings
 from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences, raise_together
@@ -226,9 +226,10 @@ class PreparedStage(Stage):
     @cached_property
     def rollout_maker(self) -> PolicyRollouts | ServerRollouts | None:
         """None: another program makes the rollouts, or there are none."""
-        if isinstance(self.source, Rollouts) and self.config.rollouts.source == "server":
-            return ServerRollouts(self.step, self.source)
-        return make_policy_rollouts(self.step, self.source)
+        if not isinstance(self.source, Rollouts) or not self.source.prompts:
+            return None
+        is_server = self.config.rollouts.source == "server"
+        return (ServerRollouts if is_server else PolicyRollouts)(self.step, self.source)
 
     @cached_property
     def sampler(self) -> Sampler | None:

@@ -13,7 +13,7 @@ from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.policy_rollouts import _Rounds
-from jaxlc.posttrain.agents import Agents, Client, Request, Turn, check_failures, make_agents
+from jaxlc.posttrain.agents import Agents, Client, Turn, check_failures, make_agents
 from jaxlc.posttrain.traces import Prompt, open_traces
 from jaxlc.posttrain.trees import groups_of
 from tests.data.chat_styles import STYLES, write_tokenizer
@@ -37,26 +37,26 @@ def agents_of(config: Config, **changed) -> Agents:
 class Scripted:
     """A sampler with fixed answers for each agent, in turn."""
 
-    def __init__(self, *answers: str, with_experts: bool = False):
-        self.answers, self.with_experts, self.requests, self.ended = answers, with_experts, [], []
+    def __init__(self, *answers: str, with_experts: bool = False, num_agents: int = 2):
+        self.answers, self.with_experts, self.num_agents = answers, with_experts, num_agents
+        self.requests, self.ended = [], []
 
-    async def sample(self, request: Request) -> Turn:
+    async def sample(self, ids: np.ndarray, most: int, index: int) -> Turn:
         await asyncio.sleep(0)
-        self.requests.append(request)
-        text = self.answers[request.number]
+        self.requests.append((ids, index))
+        number = index // self.num_agents
+        text = self.answers[number]
         # 0 is not in the text, so rendering the text again gives other tokens
         tokens = np.array([0, *self.encoder.plain(text, ""), 3], np.int32)
-        log_probs = -np.arange(1.0, len(tokens) + 1) - request.number
-        experts = np.full((len(request.ids) + len(tokens) - 1, 1, 1), request.number)
+        log_probs = -np.arange(1.0, len(tokens) + 1) - number
+        experts = np.full((len(ids) + len(tokens) - 1, 1, 1), number)
         return Turn(tokens, log_probs, text, "stop", experts if self.with_experts else None)
-
-    def end(self, agent: int) -> None:
-        self.ended.append(agent)
 
 
 def rollouts_of(agents: Agents, sampler: Scripted, numbers=(0,)) -> list[dict]:
     sampler.encoder = agents.encoder
-    return asyncio.run(agents.rollouts(numbers, 5, 4, sampler))
+    sampler.num_agents = 2 * len(numbers)
+    return asyncio.run(agents.rollouts(numbers, 5, 4, sampler.sample, sampler.ended.append))
 
 
 def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
@@ -71,10 +71,10 @@ def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
     assert [decode(x).split() for x in sampled] == [["<tool_call>", "2", "<tool_call>"], ["8"]]
     assert first["sampled_log_probs"] == [-1, -2, -3, -2, -3, -4, -5]
     assert records[1]["sampled_log_probs"] == [-3, -4, -5]
-    requests = [x for x in sampler.requests if x.agent == 0]
-    for request, record in zip(requests, (first, first, second)):  # each prompt is a prefix
-        np.testing.assert_array_equal(request.ids, record["tokens"][: len(request.ids)])
-    assert first["tokens"][: len(requests[1].ids)] == requests[1].ids.tolist()
+    requests = [ids for ids, index in sampler.requests if index % 2 == 0]
+    for ids, record in zip(requests, (first, first, second)):  # each prompt is a prefix
+        np.testing.assert_array_equal(ids, record["tokens"][: len(ids)])
+    assert first["tokens"][: len(requests[1])] == requests[1].tolist()
     assert {x["reward"] for x in records} == {1.0}
     assert {(x["group"], x["policy_step"], x["truncated"]) for x in records} == {("5-0", 4, False)}
     path = tmp_path / "5.jsonl"
@@ -112,10 +112,9 @@ def test_continued_tokens_are_those_of_the_template(style, is_cut, tmp_path):
 
 
 def test_branches_of_a_context_share_its_tokens_and_experts():
-    client = Client(PROMPT, agents_of(mini()).encoder, mini(), None)
-    sampler = Scripted("1", "2", "3", "4", with_experts=True)
-    sampler.encoder, numbers = client.encoder, iter(range(4))
-    client._sample = lambda ids, most: sampler.sample(Request(ids, most, 0, next(numbers)))
+    sampler = Scripted("1", "2", "3", "4", with_experts=True, num_agents=1)
+    sampler.encoder = agents_of(mini()).encoder
+    client = Client(PROMPT, sampler.encoder, mini(), sampler.sample, iter(range(4)))
 
     async def agent():
         trajectory = client.trajectory()
@@ -137,7 +136,7 @@ def test_branches_of_a_context_share_its_tokens_and_experts():
 
 def test_context_that_fills_the_sequence_gets_no_turn():
     config = mini()
-    client = Client(PROMPT, agents_of(config).encoder, config, None)
+    client = Client(PROMPT, agents_of(config).encoder, config, None, iter([]))
     turn = asyncio.run(client.trajectory().sample(np.zeros(2049, np.int32)))
     assert turn.reason == "context" and not len(turn.tokens)
 
@@ -187,7 +186,7 @@ def test_batch_has_the_requests_of_all_agents_that_run():
         for turn in range(number + 1):
             if number == 2:
                 await asyncio.sleep(0.05)
-            await rounds.sample(Request(np.zeros(1, np.int32), 1, number, turn))
+            await rounds.sample(np.zeros(1, np.int32), 1, 3 * turn + number)
         rounds.end(number)
 
     async def run():
@@ -196,10 +195,10 @@ def test_batch_has_the_requests_of_all_agents_that_run():
 
     result = rounds.started(run())
     while batch := rounds.next():
-        batches.append([(x.agent, x.number) for x in batch])
+        batches.append([index for _, _, index in batch])
         rounds.answer([None] * len(batch))
     assert result.result() == [] and batches == [
-        [(0, 0), (1, 0), (2, 0)], [(1, 1), (2, 1)], [(2, 2)]
+        [0, 1, 2], [4, 5], [8]
     ]  # fmt: skip
 
 

@@ -22,8 +22,7 @@ from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.policy_rollouts import PolicyRollouts, prompts_of_step
 from jaxlc.generation.sampling import Sampling
-from jaxlc.generation.server_rollouts import _Version
-from jaxlc.posttrain.agents import Request, SamplerError, answer_once, make_agents, seed_of
+from jaxlc.posttrain.agents import SamplerError, answer_once, make_agents, seed_of
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.server import Server, open_teacher
 from jaxlc.posttrain.traces import Prompt, open_prompts, open_traces
@@ -117,8 +116,8 @@ def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, wo
     agents = make_agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT.text))
     object.__setattr__(agents, "agent", answer_once)
     object.__setattr__(agents, "reward", lambda *_: 1.0)
-    policy = _Version(checked(standin), "base", tmp_path, 7, 2)
-    records = asyncio.run(agents.rollouts([0], 1, 0, policy))
+    sample = checked(standin).sampler("base", tmp_path, 7)
+    records = asyncio.run(agents.rollouts([0], 1, 0, sample))
     write_rollouts(records, tmp_path / "1.parquet")
     source = (str(tmp_path / "1.parquet"),)
     for trace in open_traces(config, tokenizer, source, step=1).train.traces:
@@ -219,13 +218,13 @@ def test_what_the_interface_does_not_tell_is_declared(standin, settings, words):
 
 def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path):
     server, adapter = checked(standin), adapter_in(tmp_path / "0")
-    request = Request(np.arange(97, 100, dtype=np.int32), 8, 0, 0)
+    request = [97, 98, 99], 8, "0-a", adapter
     asyncio.run(server.load("0-a", adapter))
-    first = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 1))
+    first = asyncio.run(server.complete(*request, 2**62 + 1))
     standin.adapters.clear()
     standin.num_errors = 2  # while it starts
-    again = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 1))
-    other = asyncio.run(server.complete(request, "0-a", adapter, 2**62 + 2))
+    again = asyncio.run(server.complete(*request, 2**62 + 1))
+    other = asyncio.run(server.complete(*request, 2**62 + 2))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
     assert first.log_probs.dtype == np.float32 and len(first.log_probs) == len(first.tokens)
     body = standin.log[-1][1]
@@ -343,9 +342,9 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
     standin.answer = answer
     server = Server(url=standin.url, config=config, stops=stops)
     numbers = prompts_of_step(config, len(prompts), 1)
-    policy = _Version(server, "base", tmp_path, seed_of(config, 1, 0), 6)
+    sample = server.sampler("base", tmp_path, seed_of(config, 1, 0))
     agents = make_agents(config, tokenizer, prompts)
-    records = asyncio.run(agents.rollouts(numbers, 1, 0, policy))
+    records = asyncio.run(agents.rollouts(numbers, 1, 0, sample))
     assert len(records) == len(expected) >= 6
     for ours, theirs in zip(records, expected):
         np.testing.assert_allclose(

@@ -145,20 +145,13 @@ _OF_POLICY_LOSSES = (
     "no_advantage",
 )  # fmt: skip
 _OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
-_OF_MODEL = (
-    "prompts",
-    "eval_prompts",
-    "prompts_per_step",
-    "answers_per_prompt",
-    "max_tokens",
-    "max_replacements",
-    "top_p",
-    "agent",
-    "reward",
-    "reward_seconds",
-    "reward_retries",
-    "max_failed",
-    "teacher_server",
+_OF_FILES = (
+    "source",
+    "directory",
+    "wait_seconds",
+    "max_policy_age",
+    "export_every_steps",
+    "export_command",
 )
 _OF_SERVER = (
     "server",
@@ -208,7 +201,7 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
     unused = {
-        "files": (*_OF_MODEL, *_OF_SERVER),
+        "files": [name for name in vars(rollouts) if name not in _OF_FILES],
         "model": ("wait_seconds", "max_policy_age", *_OF_SERVER),
         "server": ("wait_seconds", "max_policy_age", "max_replacements"),
     }[rollouts.source]
