@@ -342,12 +342,12 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     _start_simulated(flags)
     import_jax()
     import jax
-    from jax.experimental.multihost_utils import broadcast_one_to_all
 
     from jaxlc.checkpoints.files import model_fingerprint
     from jaxlc.data.tokens.encoder import Encoder, template_if_any
     from jaxlc.posttrain.records import TraceReader
     from jaxlc.posttrain.traces import records_of
+    from jaxlc.runtime.watchdog import on_process_0
 
     out, source = local_path(flags.out), local_path(flags.traces)
     if out.resolve() == source.resolve():
@@ -381,9 +381,7 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
             " number"
         )
     # Processes must agree, also on file systems that show them different states of the file.
-    num_stored = 0 if jax.process_index() else _num_records(out, header)
-    num_done = int(broadcast_one_to_all(np.int32(num_stored)))
-    num_records = 0
+    num_done, num_records = on_process_0(lambda: _num_records(out, header)), 0
     with (
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
         # Other processes than 0 compute the same records and write none.
@@ -421,7 +419,6 @@ def _check_server(flags: LogprobsFlags) -> None:
 def _served(flags: LogprobsFlags) -> SimpleNamespace:
     """The model of a server, with what the command uses of a run."""
     from jaxlc.config import defaults, load
-    from jaxlc.data.tokens.encoder import Stops
     from jaxlc.data.tokens.tokenizers import load_tokenizer
     from jaxlc.posttrain.server import Server
 
@@ -434,8 +431,8 @@ def _served(flags: LogprobsFlags) -> SimpleNamespace:
         posttrain=replace(default.posttrain, teacher_top_k=flags.top_k),
         rollouts=replace(default.rollouts, server_seconds=flags.server_seconds),
     )
-    server = Server(url=flags.source, config=config, stops=Stops([], []))
-    name = asyncio.run(server.check(tokenizer, is_teacher=True))
+    server = Server(url=flags.source, config=config, tokenizer=tokenizer)
+    name = asyncio.run(server.check())
 
     def scores(tokens: np.ndarray, positions: np.ndarray, *_: Any) -> SimpleNamespace:
         in_loss = np.isin(np.arange(tokens.size), positions + 1)

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import difference, parse_json, read_json_lines, replacing
 from jaxlc.core.text import aligned, count_text, progress_lines
 from jaxlc.evals.haystack import Example
+from jaxlc.runtime.watchdog import on_process_0
 
 SCORES_FILE = "scores.jsonl"
 
@@ -291,19 +290,9 @@ def _text_on_all_processes(path: Path) -> str:
     """The text of the file as process 0 reads it, without what follows the last line break; empty:
     no file.
     """
-    content = np.frombuffer(
-        path.read_bytes() if jax.process_index() == 0 and path.exists() else b"", np.uint8
-    )
-    content = (
-        content[: content.size - np.argmax(content[::-1] == ord("\n"))]
-        if ord("\n") in content
-        else content[:0]
-    )
-    if jax.process_count() > 1:
-        size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
-        padded = content if jax.process_index() == 0 else np.zeros(size, np.uint8)
-        content = multihost_utils.broadcast_one_to_all(padded) if size else padded
-    return content.tobytes().decode(errors="replace")
+    content = on_process_0(lambda: path.read_bytes() if path.exists() else b"")
+    lines, end, _ = content.rpartition(b"\n")
+    return (lines + end).decode(errors="replace")
 
 
 def _parsed(line: str) -> dict | None:

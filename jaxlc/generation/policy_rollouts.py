@@ -3,14 +3,14 @@
 import asyncio
 import itertools
 import queue
-from collections.abc import Coroutine, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import original_of
@@ -20,25 +20,78 @@ from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.sampling import Sampling
-from jaxlc.posttrain.agents import (
-    FAILED,
-    Request,
-    Turn,
-    check_failures,
-    make_agents,
-    seed_of,
-)
-from jaxlc.posttrain.rewards import in_thread
-from jaxlc.posttrain.rollouts import Rollouts, on_process_0, write_rollouts
+from jaxlc.posttrain.agents import FAILED, Agents, Request, Turn, seed_of, write_rewarded
+from jaxlc.posttrain.rewards import in_background
+from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.server import open_teacher
+from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep
 
-HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
-_MEANS = ("mean", "deviation", "answer_tokens", "truncated")
+_HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
+Records = list[dict[str, Any]]
 
 
-class PolicyRollouts:
-    """Makes the rollouts of a step with the parameters before it.
+class RolloutMaker(ABC):
+    """Makes the rollouts of a run. Every process calls its methods."""
+
+    def __init__(self, step: TrainStep, source: Rollouts):
+        """
+        Raises:
+          UserError: the agent or the reward cannot be loaded, or the teacher cannot be used.
+        """
+        self._step, self._source, config = step, source, step.config
+        self._prompts = (*source.prompts, *source.eval_prompts)
+        teacher = open_teacher(config, source.tokenizer, source.prompts[0].text)
+        self._agents = Agents(config, source.tokenizer, self._prompts, teacher)
+        self._original = original_of(config.model.init_from, source.workdir)
+        self._stops = stops_of(config, source.tokenizer, self._original)
+
+    @property
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """For the start report."""
+
+    @abstractmethod
+    def __call__(self, params: dict, step: int, path: Path) -> None:
+        """Makes the rollouts of `step`, with the parameters before it, which will be in `path`."""
+
+    def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
+        """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
+        parameters of `step`.
+
+        Raises:
+          UserError: more than rollouts.max_failed of the answers have no reward.
+        """
+        numbers = range(len(self._source.prompts), len(self._prompts))
+        records = self._answers(params, numbers, step, step, _HELDOUT)
+
+        def means() -> dict[str, float]:
+            write_rewarded(records, self._step.config, path)
+            rewarded = [record for record in records if FAILED not in record]
+            rewards = [record["reward"] for record in rewarded]
+            return dict(
+                mean=float(np.mean(rewards)),
+                deviation=float(np.std(rewards)),
+                answer_tokens=float(np.mean([sum(record["loss_mask"]) for record in rewarded])),
+                truncated=float(np.mean([record["truncated"] for record in rewarded])),
+            )
+
+        return on_process_0(means)
+
+    @abstractmethod
+    def _answers(
+        self, params: dict, numbers: Sequence[int], step: int, version: int, attempt: int
+    ) -> Records:
+        """The answers to prompts with their rewards, in process 0; in others none.
+
+        Args:
+          params: after step `version`.
+          attempt: of `step`, for its random numbers.
+        """
+
+
+class PolicyRollouts(RolloutMaker):
+    """Makes the rollouts of a step before it.
 
     Rollouts are a function of the parameters, data.seed and the step. The parameters are copied
     once in the compute dtype, sharded as they are, and the copy is freed afterwards; compiled
@@ -46,15 +99,11 @@ class PolicyRollouts:
     """
 
     def __init__(self, step: TrainStep, source: Rollouts):
-        self._step, self._source = step, source
-        self._prompts = (*source.prompts, *source.eval_prompts)
-        teacher = open_teacher(step.config, source.tokenizer, source.prompts[0].text)
-        self._agents = make_agents(step.config, source.tokenizer, self._prompts, teacher)
+        super().__init__(step, source)
         self._generator = Generator(step, None, source.tokenizer)
 
     @property
     def lines(self) -> list[str]:
-        """Memory of the rollouts, for the start report."""
         rollouts = self._step.config.rollouts
         longest = max(len(prompt.ids) for prompt in self._prompts) + rollouts.max_tokens
         memory = rollout_memory(self._step, 0 if rollouts.agent else longest)
@@ -64,72 +113,52 @@ class PolicyRollouts:
         ]
 
     def __call__(self, params: dict, step: int, path: Path) -> None:
-        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume; every
-        process calls it.
-        """
         # Processes must agree, also on file systems that show them different states of the file.
-        if broadcast_one_to_all(np.int32(path.is_file())):
+        if on_process_0(path.is_file):
             return
         config, num_prompts = self._step.config, len(self._source.prompts)
-        prompts, traces = prompts_of_step(config, num_prompts, step), []
+        prompts, records = prompts_of_step(config, num_prompts, step), []
         asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
+        # an order of their own: the steps that follow use other prompts
+        order = epoch_order(num_prompts, config.data.seed + 1, step).tolist()
         for attempt in itertools.count():
-            traces += self._answers(params, prompts, step, attempt, path)
-            if len(asked) == most:
-                break
-            num_lacking = int(broadcast_one_to_all(np.int32(_num_without_advantage(traces))))
-            # an order of their own: the steps that follow use other prompts
-            order = epoch_order(num_prompts, config.data.seed + 1, step).tolist()
+            records.extend(self._answers(params, prompts, step, step - 1, attempt))
+            num_lacking = on_process_0(lambda: _num_without_advantage(records))
+            wanted = min(num_lacking + config.rollouts.prompts_per_step, most)
             others = [number for number in order if number not in asked]
-            prompts = others[
-                : min(num_lacking + config.rollouts.prompts_per_step, most) - len(asked)
-            ]
+            prompts = others[: wanted - len(asked)]
             if not prompts:
                 break
             asked += prompts
-        on_process_0(lambda: write_rollouts(traces, path))
-
-    def heldout(self, params: dict, step: int, path: Path) -> dict[str, float]:
-        """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
-        parameters of `step`; every process calls it.
-        """
-        numbers = list(range(len(self._source.prompts), len(self._prompts)))
-        traces = self._answers(params, numbers, step, HELDOUT, path)
-        return means_of(traces, path)
+        on_process_0(lambda: write_rewarded(records, config, path))
 
     def _answers(
-        self, params: dict, prompts: list[int], step: int, attempt: int, path: Path
-    ) -> list[dict[str, Any]]:
-        """The answers to prompts with their rewards, in process 0; in others none.
-
-        Agents run in a thread of process 0, and this thread of all processes answers them together.
+        self, params: dict, numbers: Sequence[int], step: int, version: int, attempt: int
+    ) -> Records:
+        """Agents run in the background of process 0, and this thread of all processes answers them
+        together.
         """
-        num_agents = len(prompts) * self._step.config.rollouts.answers_per_prompt
-        rounds, result = _Rounds(num_agents), None
+        num_agents = len(numbers) * self._step.config.rollouts.answers_per_prompt
+        rounds, records = _Rounds(num_agents), []
         if jax.process_index() == 0:
-            answers = self._agents.rollouts(prompts, step, step - 1, rounds.sample, rounds.end)
-            result = rounds.started(answers)
+            agents = self._agents.rollouts(numbers, step, version, rounds.sample, rounds.end)
+            result = in_background(agents)
+            result.add_done_callback(lambda _: rounds.batches.put([]))
         self._generator.set_params(params)
         try:
-            while len(batch := _shared(rounds.next() if result else [])):
+            while batch := on_process_0(rounds.next):
                 turns = self._generate(batch, num_agents, step, attempt)
-                rounds.answer(turns if result else [])
+                if jax.process_index() == 0:
+                    rounds.answer(turns)
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
-
-        def ended() -> list[dict[str, Any]]:
-            traces = result.result()
-            check_failures(traces, self._step.config, path)
-            return traces
-
-        return on_process_0(ended) or []
+        on_process_0(lambda: records.extend(result.result()))
+        return records
 
     def _generate(
         self, batch: list[Request], num_agents: int, step: int, attempt: int
     ) -> list[Turn]:
-        config, source = self._step.config, self._source
-        original = original_of(config.model.init_from, source.workdir)
-        stops = stops_of(config, source.tokenizer, original)
+        config = self._step.config
         sampling = Sampling(
             temperature=config.posttrain.temperature,
             top_p=config.rollouts.top_p,
@@ -138,14 +167,14 @@ class PolicyRollouts:
         )
         # a power of two, since each number of prompts has its own programs
         num_more = min(num_agents, 2 ** (len(batch) - 1).bit_length()) - len(batch)
-        padded = batch + batch[:1] * num_more
+        prompts, max_tokens, indices = zip(*(batch + batch[:1] * num_more))
         generations = self._generator(
-            [ids for ids, _, _ in padded],
-            max_tokens=[most for _, most, _ in padded],
+            prompts,
+            max_tokens=max_tokens,
             sampling=sampling,
-            stop=stops.texts,
-            stop_ids=stops.ids,
-            indices=[index for _, _, index in padded],
+            stop=self._stops.texts,
+            stop_ids=self._stops.ids,
+            indices=indices,
         )
         return [
             Turn(x.tokens, x.log_probs, x.text, x.finish_reason, x.experts)
@@ -159,14 +188,9 @@ class _Rounds:
     def __init__(self, num_agents: int):
         self._num_agents, self._running = num_agents, set(range(num_agents))
         self._waiting: dict[int, tuple[Request, Future]] = {}  # by index
-        self._batches: queue.SimpleQueue[list] = queue.SimpleQueue()
-        self._answered: list[Future] = []
-
-    def started(self, rollouts: Coroutine[Any, Any, list]) -> Future:
-        """Runs the agents in another thread."""
-        result = in_thread(lambda: asyncio.run(rollouts))
-        result.add_done_callback(lambda _: self._batches.put([]))
-        return result
+        self._asked: list[Future] = []  # of the batch that `next` returned
+        # an empty one: all agents have ended
+        self.batches: queue.SimpleQueue[list[tuple[Request, Future]]] = queue.SimpleQueue()
 
     async def sample(self, *request: Any) -> Turn:
         future = Future()
@@ -181,43 +205,18 @@ class _Rounds:
     def _send(self) -> None:
         # an agent that waits for a tool asks soon
         if self._waiting and self._running <= {x % self._num_agents for x in self._waiting}:
-            self._batches.put([self._waiting[index] for index in sorted(self._waiting)])
+            self.batches.put([self._waiting[index] for index in sorted(self._waiting)])
             self._waiting = {}
 
     def next(self) -> list[Request]:
-        """Waits for a batch; none: all agents have ended."""
-        batch = self._batches.get()
-        self._answered = [future for _, future in batch]
+        """Waits for a batch."""
+        batch = self.batches.get()
+        self._asked = [future for _, future in batch]
         return [request for request, _ in batch]
 
     def answer(self, turns: list[Turn]) -> None:
-        for future, turn in zip(self._answered, turns, strict=True):
+        for future, turn in zip(self._asked, turns, strict=True):
             future.set_result(turn)
-
-
-def _shared(batch: list[Request]) -> list[Request]:
-    """The requests of process 0, in all processes."""
-    longest = max((len(ids) for ids, _, _ in batch), default=0)
-    shape = broadcast_one_to_all(np.array([len(batch), longest + 3], np.int32))
-    table = np.zeros(shape, np.int32)
-    for row, (ids, most, index) in zip(table, batch):
-        row[:3] = len(ids), most, index
-        row[3 : 3 + len(ids)] = ids
-    table = broadcast_one_to_all(table) if len(table) else table
-    return [(row[3 : 3 + row[0]], *row[1:3].tolist()) for row in table]
-
-
-def means_of(traces: Sequence[dict[str, Any]], path: Path) -> dict[str, float]:
-    """Means over the answers of process 0, which writes them to `path`, in all processes."""
-    on_process_0(lambda: write_rollouts(traces, path))
-    means = np.zeros(len(_MEANS))
-    if traces:
-        rewarded = [trace for trace in traces if FAILED not in trace]
-        rewards = [trace["reward"] for trace in rewarded]
-        lengths = [sum(trace["loss_mask"]) for trace in rewarded]
-        truncated = np.mean([trace["truncated"] for trace in rewarded])
-        means[:] = np.mean(rewards), np.std(rewards), np.mean(lengths), truncated
-    return dict(zip(_MEANS, broadcast_one_to_all(means).tolist()))
 
 
 def prompts_of_step(config: Config, num_prompts: int, step: int) -> list[int]:
@@ -228,10 +227,10 @@ def prompts_of_step(config: Config, num_prompts: int, step: int) -> list[int]:
     return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
 
-def _num_without_advantage(traces: Sequence[Mapping[str, Any]]) -> int:
+def _num_without_advantage(records: Sequence[Mapping[str, Any]]) -> int:
     rewards: dict[str, set[float]] = {}
-    for trace in traces:
-        rewards.setdefault(trace["group"], set())
-        if FAILED not in trace:
-            rewards[trace["group"]].add(trace["reward"])
+    for record in records:
+        rewards.setdefault(record["group"], set())
+        if FAILED not in record:
+            rewards[record["group"]].add(record["reward"])
     return sum(len(values) < 2 for values in rewards.values())

@@ -22,7 +22,7 @@ from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.posttrain.records import encoded_array
-from jaxlc.posttrain.rewards import Answer, Reward, load_function, rewards_of
+from jaxlc.posttrain.rewards import Answer, load_function, rewards_of
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt
 
@@ -190,17 +190,33 @@ async def answer_once(client: Client, record: Mapping[str, Any]) -> Trajectory:
     return trajectory
 
 
-@dataclass(frozen=True, kw_only=True)
 class Agents:
-    """Makes the rollouts of a step."""
+    """Makes the rollouts of a step.
 
-    config: Config
-    encoder: Encoder
-    prompts: Sequence[Prompt]
-    # (client, record) -> a trajectory of the client, or a list of them
-    agent: Callable[..., Awaitable[Trajectory | Sequence[Trajectory]]]
-    reward: Reward
-    teacher: Teacher | None = None
+    Attributes:
+      agent: (client, record) -> a trajectory of the client, or a list of them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        teacher: Teacher | None = None,
+    ):
+        """
+        Raises:
+          UserError: config.rollouts.agent or reward cannot be loaded, or the agent is not asynchronous.
+        """
+        rollouts, setting = config.rollouts, "config.rollouts.agent"
+        self.config, self.prompts, self.teacher = config, prompts, teacher
+        self.encoder = Encoder(tokenizer, config.data.chat_template)
+        self.reward = load_function(rollouts.reward, "config.rollouts.reward")
+        self.agent = load_function(rollouts.agent, setting) if rollouts.agent else answer_once
+        if not inspect.iscoroutinefunction(self.agent):
+            raise UserError(
+                f"{setting}={rollouts.agent!r} is not asynchronous: define it with `async def`"
+            )
 
     async def rollouts(
         self,
@@ -260,33 +276,11 @@ class Agents:
                 raise ValueError("expected one or more trajectories with a turn")
         except SamplerError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             trajectories = client.trajectories or [client.trajectory()]
             for trajectory in trajectories:
                 trajectory.result = f"config.rollouts.agent failed: {reason_of(error)}"
         return trajectories
-
-
-def make_agents(
-    config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], teacher: Teacher | None = None
-) -> Agents:
-    """Loads config.rollouts.agent and reward.
-
-    Raises:
-      UserError: one of them cannot be loaded, or the agent is not asynchronous.
-    """
-    name, setting = config.rollouts.agent, "config.rollouts.agent"
-    agent = load_function(name, setting) if name else answer_once
-    if not inspect.iscoroutinefunction(agent):
-        raise UserError(f"{setting}={name!r} is not asynchronous: define it with `async def`")
-    return Agents(
-        config=config,
-        encoder=Encoder(tokenizer, config.data.chat_template),
-        prompts=prompts,
-        agent=agent,
-        reward=load_function(config.rollouts.reward, "config.rollouts.reward"),
-        teacher=teacher,
-    )
 
 
 def seed_of(config: Config, *numbers: int) -> int:
@@ -295,17 +289,20 @@ def seed_of(config: Config, *numbers: int) -> int:
     return int(seed.generate_state(1)[0])
 
 
-def check_failures(records: Sequence[Mapping[str, Any]], config: Config, path: Path) -> None:
-    """Raises UserError if more than rollouts.max_failed of the records have no reward; they are
-    kept next to `path`.
+def write_rewarded(records: Sequence[Mapping[str, Any]], config: Config, path: Path) -> None:
+    """Writes rollouts to `path`.
+
+    Raises:
+      UserError: more than rollouts.max_failed of the records have no reward; they are next to `path`.
     """
     failures = [record[FAILED] for record in records if FAILED in record]
     limit = config.rollouts.max_failed
     if len(failures) > limit * len(records):
         # a name that is not read as the file of a step
-        kept = path.with_suffix(f".unrewarded{path.suffix}")
-        write_rollouts(records, kept)
+        path = path.with_suffix(f".unrewarded{path.suffix}")
+    write_rollouts(records, path)
+    if len(failures) > limit * len(records):
         raise UserError(
             f"{len(failures)} of {len(records)} answers have no reward, more than config.rollouts.max_failed={limit:g};"
-            f" the first: {failures[0]}; the answers are in {displayed(kept)}"
+            f" the first: {failures[0]}; the answers are in {displayed(path)}"
         )

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -91,21 +91,19 @@ async def _retried(
     limit, problem = settings.reward_seconds, ""
     for _ in range(settings.reward_retries + 1):
         try:
-            value = await asyncio.wait_for(_called(call), limit or None)
+            async with asyncio.timeout(limit or None):
+                value = await asyncio.wrap_future(in_thread(call))
+                if inspect.isawaitable(value):
+                    value = await value
             numbers = np.atleast_1d(np.array(value, float))
             if numbers.shape == (num_numbers,) and np.isfinite(numbers).all():
                 return numbers.tolist()
             problem = f"returned {value}: expected {num_numbers} finite number"
         except TimeoutError:
             problem = f"took longer than config.rollouts.reward_seconds={limit:g}"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"failed: {reason_of(error)}"
     return [f"{_SETTING} {problem}"] * num_numbers
-
-
-async def _called(call: Callable[[], Any]) -> Any:
-    value = await asyncio.wrap_future(in_thread(call))
-    return await value if inspect.isawaitable(value) else value
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
@@ -121,3 +119,17 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    in_thread(loop.run_forever)
+    return loop
+
+
+def in_background(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Runs a coroutine in the event loop of a daemon thread. There is one loop, since agents and
+    rewards may keep connections and locks, which belong to one.
+    """
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())

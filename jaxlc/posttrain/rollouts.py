@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError, require
@@ -43,7 +41,6 @@ EXPORTED = "exported"
 _POLL_SECONDS = 0.1
 _LINE_SECONDS = 60
 _MAX_DECODED = 8  # prompts may have 100,000s of tokens
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,24 +242,6 @@ class RolloutSequences:
             self._log(
                 f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}"
             )
-
-
-def raise_together(error: Exception | None) -> None:
-    """Raises the error of process 0, if it has one, and in other processes a UserError."""
-    if broadcast_one_to_all(np.array(error is not None)):
-        raise error or UserError("process 0 could not make the rollouts; its message says why")
-
-
-def on_process_0(call: Callable[[], T]) -> T | None:
-    """What a call returns in process 0, None in others; its error is raised by all of them."""
-    result = error = None
-    if jax.process_index() == 0:
-        try:
-            result = call()
-        except Exception as raised:
-            error = raised
-    raise_together(error)
-    return result
 
 
 def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from jaxlc.core.errors import raise_all, reason_of
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.agents import FAILED, Sample, SamplerError, Teacher, Turn
+from jaxlc.posttrain.agents import FAILED, SamplerError, Teacher, Turn
 from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
-from jaxlc.posttrain.rewards import in_thread
-from jaxlc.posttrain.rollouts import on_process_0
+from jaxlc.posttrain.rewards import in_background, in_thread
+from jaxlc.runtime.watchdog import on_process_0
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too
 _RETRY_SECONDS = 0.5
@@ -49,7 +48,8 @@ class Server:
 
     url: str
     config: Config
-    stops: Stops
+    tokenizer: Tokenizer
+    stops: Stops | None = None  # None: of a teacher, which is not sampled
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer to a request, as JSON if it is; GET without a body. It is repeated while the
@@ -125,27 +125,22 @@ class Server:
                 with contextlib.suppress(_Refused):  # it is not loaded any more
                     await self.post("/v1/unload_lora_adapter", dict(lora_name=model["id"]))
 
-    def sampler(self, name: str, adapter: Path, seed: int) -> Sample:
-        """Answers of an adapter, with random numbers of a seed of 32 bits and an index."""
-
-        async def sample(ids: np.ndarray, most: int, index: int) -> Turn:
-            # the seed and the index of the own sampler in the 63 bits that a server takes
-            return await self.complete(ids.tolist(), most, name, adapter, (seed << 31) + index)
-
-        return sample
-
-    async def complete(
-        self, ids: list[int], max_tokens: int, name: str, adapter: Path, seed: int
+    async def sample(
+        self, name: str, adapter: Path, seed: int, ids: np.ndarray, max_tokens: int, index: int
     ) -> Turn:
-        """The answer of an adapter, which is loaded again if the server has been restarted."""
+        """The answer of an adapter, which is loaded again if the server has been restarted.
+
+        Args:
+          seed: of 32 bits; with the index, it is what the own sampler uses.
+        """
         config = self.config
         body = dict(
             model=name,
-            prompt=ids,
+            prompt=ids.tolist(),
             max_tokens=max_tokens,
             temperature=config.posttrain.temperature,
             top_p=config.rollouts.top_p,
-            seed=seed,
+            seed=(seed << 31) + index,  # of the 63 bits that a server takes
             logprobs=1,
             return_token_ids=True,
             stop=self.stops.texts,
@@ -159,7 +154,7 @@ class Server:
                 raise
             await self.load(name, adapter)
             choice = await self._completed(body)
-        return self._turn(ids, choice)
+        return self._turn(body["prompt"], choice)
 
     async def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         return (await self.post("/v1/completions", body))["choices"][0]
@@ -209,7 +204,7 @@ class Server:
         check_range("token", best, end, f"answer of the server {self.url}", expected)
         return np.float32(own), best.astype(np.int32), -minus_log_probs.astype(np.float32)
 
-    async def taught(self, tokenizer: Tokenizer, record: dict[str, Any]) -> dict[str, Any]:
+    async def taught(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record of an answer, with the candidates of a teacher for the tokens in the loss.
 
         Raises:
@@ -219,11 +214,11 @@ class Server:
             return record
         in_loss = np.array(record["loss_mask"], bool)
         _, *arrays = await self.scores(np.array(record["tokens"]), in_loss)
-        values = *map(encoded_array, arrays), tokenizer.fingerprint
+        values = *map(encoded_array, arrays), self.tokenizer.fingerprint
         return record | dict(zip(TEACHER_FIELDS, values))
 
-    async def check(self, tokenizer: Tokenizer, text: str = "", is_teacher: bool = False) -> str:
-        """Probes the server, of the policy or of a teacher, with a text. Returns the name of its model.
+    async def check(self, text: str = "") -> str:
+        """Probes the server with a text. Returns the name of its model.
 
         Raises:
           UserError: how to start it instead.
@@ -231,12 +226,12 @@ class Server:
         """
         models = (await self.post("/v1/models"))["data"]
         name, text = models[0]["id"], text[:1000] + _PROBE_TEXT
-        ids = tokenizer.encode(text.encode())
+        ids = self.tokenizer.encode(text.encode())
         body = dict(model=name, prompt=text, add_special_tokens=False)
         theirs = (await self.post("/tokenize", body))["tokens"]
         longest = max(model.get("max_model_len") or 0 for model in models)
         data, problems = self.config.data, []
-        needed = data.seq_len + 1 + is_teacher
+        needed = data.seq_len + (1 if self.stops else 2)  # a teacher makes one more
         if longest < needed:
             problems.append(
                 f"has max_model_len={longest}: start it with --max-model-len={needed} or more"
@@ -245,10 +240,10 @@ class Server:
             problems.append(
                 f"has another tokenizer: start it with the one of config.data.tokenizer={data.tokenizer!r}"
             )
-        if not is_teacher:
+        if self.stops:
             problems += await self._policy_problems(name, ids[:8].tolist())
         raise_all(f"the server {self.url} {problem}" for problem in problems)
-        if is_teacher:
+        if not self.stops:
             await self.scores(ids[:8], np.arange(len(ids[:8])) > 0)
         return name
 
@@ -279,8 +274,6 @@ def open_teacher(config: Config, tokenizer: Tokenizer, text: str) -> Teacher | N
     """
     if not config.rollouts.teacher_server:
         return None
-    teacher = Server(url=config.rollouts.teacher_server, config=config, stops=Stops([], []))
-    probe = partial(teacher.check, tokenizer, text, True)
-    # in a thread, since a notebook has an event loop
-    on_process_0(lambda: in_thread(lambda: asyncio.run(probe())).result())
-    return partial(teacher.taught, tokenizer)
+    teacher = Server(url=config.rollouts.teacher_server, config=config, tokenizer=tokenizer)
+    on_process_0(lambda: in_background(teacher.check(text)).result())
+    return teacher.taught

@@ -22,6 +22,7 @@ import faulthandler
 import itertools
 import json
 import math
+import pickle
 import socket
 import statistics
 import sys
@@ -35,10 +36,13 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
+from jaxlc.core.errors import UserError
 from jaxlc.core.interrupts import call_within
 from jaxlc.core.text import aligned
 from jaxlc.runtime import peers
@@ -526,6 +530,33 @@ def text_of_process_0(name: str, text: str, timeout_seconds: int = _DAY_SECONDS)
         return text
     with phase("waiting for processes", repeats=False):
         return client.blocking_key_value_get(key, 1000 * timeout_seconds)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises the error of process 0, if it has one, and in other processes a UserError."""
+    if broadcast_one_to_all(np.array(error is not None)):
+        raise error or UserError("process 0 cannot continue; its message says why")
+
+
+def on_process_0(call: Callable[[], T]) -> T:
+    """What a call returns in process 0, in all processes, which wait for it; its error is raised by
+    all of them.
+    """
+    result = error = None
+    if jax.process_index() == 0:
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+    wait_for_processes("process 0")  # for longer than a collective may take
+    raise_together(error)
+    if jax.process_count() == 1:
+        return result
+    content = np.frombuffer(pickle.dumps(result), np.uint8)
+    num_bytes = int(broadcast_one_to_all(np.int32(content.size)))
+    # only that of process 0 is used
+    content = broadcast_one_to_all(np.resize(content, num_bytes))
+    return pickle.loads(content.tobytes())
 
 
 def problem_of_any_process(name: str, problem: str) -> str:

@@ -215,16 +215,13 @@ def check_supported(
             f"config.memory.node_copy_devices={memory.node_copy_devices} is unsupported with a custom model, which"
             " gathers weights itself; use 0"
         )
-    if (has_model or has_loss) and config.posttrain.teacher_top_k:
-        raise Unsupported(
-            f"config.posttrain.teacher_top_k={config.posttrain.teacher_top_k} is unsupported with a custom model or"
-            " loss; set it to 0"
-        )
-    if (has_model or has_loss) and config.posttrain.loss:
-        raise Unsupported(
-            f"config.posttrain.loss={config.posttrain.loss!r} is unsupported with a custom model or loss: it is a loss"
-            " of the decoder of config.model; set it to ''"
-        )
+    for name, unset in (("teacher_top_k", 0), ("loss", "")):
+        value = vars(config.posttrain)[name]
+        if (has_model or has_loss) and value:
+            raise Unsupported(
+                f"config.posttrain.{name}={value!r} is unsupported with a custom model or loss: it selects a loss of"
+                f" the decoder of config.model; set it to {unset!r}"
+            )
     if has_loss and config.train.z_loss:
         raise UserError(
             f"config.train.z_loss={config.train.z_loss:g} has no effect with a custom loss: set it to 0, and add the"

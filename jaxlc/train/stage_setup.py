@@ -57,13 +57,18 @@ from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.generate_text import Sampler
-from jaxlc.generation.policy_rollouts import PolicyRollouts
+from jaxlc.generation.policy_rollouts import PolicyRollouts, RolloutMaker
 from jaxlc.generation.server_rollouts import ServerRollouts
 from jaxlc.models.lora import trained_settings
-from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences, raise_together
+from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences
 from jaxlc.posttrain.traces import with_reference
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0, wait_for_processes
+from jaxlc.runtime.watchdog import (
+    problem_of_any_process,
+    raise_together,
+    text_of_process_0,
+    wait_for_processes,
+)
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.state import TrainState, bytes_per_device, lacks_host_memory
 from jaxlc.step.step import TrainStep
@@ -224,7 +229,7 @@ class PreparedStage(Stage):
         return make_scorer(self.step, self.source.tokenizer)
 
     @cached_property
-    def rollout_maker(self) -> PolicyRollouts | ServerRollouts | None:
+    def rollout_maker(self) -> RolloutMaker | None:
         """None: another program makes the rollouts, or there are none."""
         if not isinstance(self.source, Rollouts) or not self.source.prompts:
             return None

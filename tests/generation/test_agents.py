@@ -13,7 +13,8 @@ from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.policy_rollouts import _Rounds
-from jaxlc.posttrain.agents import Agents, Client, Turn, check_failures, make_agents
+from jaxlc.posttrain.agents import Agents, Client, Turn, write_rewarded
+from jaxlc.posttrain.rewards import in_background
 from jaxlc.posttrain.traces import Prompt, open_traces
 from jaxlc.posttrain.trees import groups_of
 from tests.data.chat_styles import STYLES, write_tokenizer
@@ -31,7 +32,7 @@ def mini(**rollouts) -> Config:
 
 def agents_of(config: Config, **changed) -> Agents:
     tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
-    return make_agents(config, tokenizer, [PROMPT, PROMPT._replace(where="p:2")])
+    return Agents(config, tokenizer, [PROMPT, PROMPT._replace(where="p:2")])
 
 
 class Scripted:
@@ -160,20 +161,20 @@ def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
     """Two agents fail, and one reward fails twice; none of them is 0."""
     config = mini(max_failed=0.75, reward_retries=1)
     agents = agents_of(config)
-    object.__setattr__(agents, "agent", _fails)
-    object.__setattr__(agents, "reward", _reward)
+    agents.agent, agents.reward = _fails, _reward
     records = rollouts_of(agents, Scripted("1"), (0, 1))
     assert [x.get("failed", "") for x in records] == [
         *["config.rollouts.agent failed: no tool"] * 2, "config.rollouts.reward failed: no judge", ""
     ]  # fmt: skip
     assert [x.get("reward") for x in records] == [None, None, None, 3.0]
-    check_failures(records, config, tmp_path / "5.jsonl")
+    write_rewarded(records, config, tmp_path / "5.jsonl")
     with pytest.raises(
         UserError, match=r"3 of 4 answers have no reward, .*max_failed=0.5; .*no tool"
     ):
-        check_failures(records, mini(max_failed=0.5), tmp_path / "5.jsonl")
+        write_rewarded(records, mini(max_failed=0.5), tmp_path / "5.jsonl")
     kept = tmp_path / "5.unrewarded.jsonl"
     assert len(kept.read_text().splitlines()) == 4
+    assert kept.read_text() == (tmp_path / "5.jsonl").read_text()
     traces = open_traces(config, agents.encoder.tokenizer, (str(kept),), step=5)
     assert traces.rewards["failed"] == 3 and traces.rewards["reward"] == 3.0
 
@@ -193,7 +194,8 @@ def test_batch_has_the_requests_of_all_agents_that_run():
         await asyncio.gather(*map(agent, (2, 0, 1)))
         return []
 
-    result = rounds.started(run())
+    result = in_background(run())
+    result.add_done_callback(lambda _: rounds.batches.put([]))
     while batch := rounds.next():
         batches.append([index for _, _, index in batch])
         rounds.answer([None] * len(batch))

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import io
 import json
 import shutil
@@ -22,7 +23,7 @@ from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.policy_rollouts import PolicyRollouts, prompts_of_step
 from jaxlc.generation.sampling import Sampling
-from jaxlc.posttrain.agents import SamplerError, answer_once, make_agents, seed_of
+from jaxlc.posttrain.agents import Agents, SamplerError, answer_once, seed_of
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.server import Server, open_teacher
 from jaxlc.posttrain.traces import Prompt, open_prompts, open_traces
@@ -59,8 +60,9 @@ def config_of(server: StandIn, **rollouts) -> Config:
 
 def checked(standin: StandIn, **rollouts) -> Server:
     config = config_of(standin, **rollouts)
-    server = Server(url=standin.url, config=config, stops=Stops([256], []))
-    asyncio.run(server.check(load_tokenizer("bytes"), PROMPT.text))
+    tokenizer = load_tokenizer("bytes")
+    server = Server(url=standin.url, config=config, tokenizer=tokenizer, stops=Stops([256], []))
+    asyncio.run(server.check(PROMPT.text))
     return server
 
 
@@ -113,10 +115,9 @@ def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, wo
         with pytest.raises(UserError, match=words):
             open_teacher(config, tokenizer, PROMPT.text)
         return
-    agents = make_agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT.text))
-    object.__setattr__(agents, "agent", answer_once)
-    object.__setattr__(agents, "reward", lambda *_: 1.0)
-    sample = checked(standin).sampler("base", tmp_path, 7)
+    agents = Agents(config, tokenizer, [PROMPT], open_teacher(config, tokenizer, PROMPT.text))
+    agents.agent, agents.reward = answer_once, lambda *_: 1.0
+    sample = functools.partial(checked(standin).sample, "base", tmp_path, 7)
     records = asyncio.run(agents.rollouts([0], 1, 0, sample))
     write_rollouts(records, tmp_path / "1.parquet")
     source = (str(tmp_path / "1.parquet"),)
@@ -218,13 +219,13 @@ def test_what_the_interface_does_not_tell_is_declared(standin, settings, words):
 
 def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path):
     server, adapter = checked(standin), adapter_in(tmp_path / "0")
-    request = [97, 98, 99], 8, "0-a", adapter
+    request = "0-a", adapter, 2**31, np.arange(97, 100), 8
     asyncio.run(server.load("0-a", adapter))
-    first = asyncio.run(server.complete(*request, 2**62 + 1))
+    first = asyncio.run(server.sample(*request, 1))
     standin.adapters.clear()
     standin.num_errors = 2  # while it starts
-    again = asyncio.run(server.complete(*request, 2**62 + 1))
-    other = asyncio.run(server.complete(*request, 2**62 + 2))
+    again = asyncio.run(server.sample(*request, 1))
+    other = asyncio.run(server.sample(*request, 2))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
     assert first.log_probs.dtype == np.float32 and len(first.log_probs) == len(first.tokens)
     body = standin.log[-1][1]
@@ -340,10 +341,10 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
         return result.tokens.tolist(), log_probs, result.text, result.finish_reason
 
     standin.answer = answer
-    server = Server(url=standin.url, config=config, stops=stops)
+    server = Server(url=standin.url, config=config, tokenizer=tokenizer, stops=stops)
     numbers = prompts_of_step(config, len(prompts), 1)
-    sample = server.sampler("base", tmp_path, seed_of(config, 1, 0))
-    agents = make_agents(config, tokenizer, prompts)
+    sample = functools.partial(server.sample, "base", tmp_path, seed_of(config, 1, 0))
+    agents = Agents(config, tokenizer, prompts)
     records = asyncio.run(agents.rollouts(numbers, 1, 0, sample))
     assert len(records) == len(expected) >= 6
     for ours, theirs in zip(records, expected):
@@ -380,13 +381,13 @@ def test_two_processes_have_the_rollouts_of_one_and_fail_together(source, standi
         pair = start_pair("agent_128k:mini", tmp_path / "unwritten", **more)
         assert "cannot write to" in finish(pair[0], 2)
         output, _ = pair[1].communicate(timeout=helpers.TIMEOUT_SECONDS)
-        assert pair[1].returncode and "process 0 could not make the rollouts" in output
+        assert pair[1].returncode and "process 0 cannot continue" in output
     settings |= dict(rollouts__reward=f"{tmp_path}/reward.py:reward", rollouts__max_failed=0)
     pair = start_pair("agent_128k:mini", tmp_path / "bad", **settings)
     assert "no judge" in finish(pair[0], 2)
     # its status may be that of JAX, which ends a process after process 0
     output, _ = pair[1].communicate(timeout=helpers.TIMEOUT_SECONDS)
-    assert pair[1].returncode and "process 0 could not make the rollouts" in output
+    assert pair[1].returncode and "process 0 cannot continue" in output
 
 
 @pytest.mark.full
@@ -412,6 +413,21 @@ def test_experts_of_the_server_are_replayed(settings, standin, tmp_path):
     standin.experts = None
     message = train(config, tmp_path / "none", status=2, **settings | more)
     assert "--enable-return-routed-experts" in message
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_programs")
+def test_heldout_answers_without_a_reward_end_the_run(settings, standin, tmp_path):
+    """They are of the weights after the step, which the server gets first."""
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "reward.py").write_text("def reward(*args):\n    raise ValueError('no judge')\n")
+    more = dict(rollouts__server=standin.url, rollouts__eval_prompts=tmp_path / "eval.jsonl")
+    more |= dict(train__eval_every_steps=2, rollouts__reward=f"{tmp_path}/reward.py:reward")
+    message = train(write_config(tmp_path), tmp_path / "run", status=2, **settings | more)
+    assert "3 of 3 answers have no reward" in message and "no judge" in message
+    kept = tmp_path / "run/rollouts/0.heldout.unrewarded.parquet"
+    records = pyarrow.parquet.read_table(kept).to_pylist()
+    assert [x["policy_step"] for x in records] == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("shared_programs")

@@ -279,15 +279,15 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
         run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"}
     )
     prompts, _ = open_prompts(config, run.tokenizer)
+    (run.workdir / "pretrained").mkdir()
+    (run.workdir / "pretrained" / "config.json").write_text(
+        '{"text_config": {"eos_token_id": [7, 9]}}'
+    )
     maker = PolicyRollouts(
         replace(run.train_step, config=config),
         SimpleNamespace(
             prompts=prompts, eval_prompts=(), tokenizer=run.tokenizer, workdir=run.workdir
         ),
-    )
-    (run.workdir / "pretrained").mkdir()
-    (run.workdir / "pretrained" / "config.json").write_text(
-        '{"text_config": {"eos_token_id": [7, 9]}}'
     )
     asked = {}
     monkeypatch.setattr(
@@ -413,7 +413,9 @@ def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path):
     assert row["heldout_reward/mean"] == row["heldout_reward/deviation"] == 0.5
     assert row["step"] == 0 and 0 < row["heldout_reward/answer_tokens"] <= 5
     lines = (tmp_path / "run/rollouts/0.heldout.jsonl").read_text().splitlines()
-    assert [json.loads(line)["text"]["prompt"] for line in lines] == ["a"] * 3 + ["b"] * 3
+    records = [json.loads(line) for line in lines]
+    assert [record["text"]["prompt"] for record in records] == ["a"] * 3 + ["b"] * 3
+    assert {record["policy_step"] for record in records} == {0}
     lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
     assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
 

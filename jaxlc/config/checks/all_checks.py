@@ -138,11 +138,24 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
 
 _OF_PAIRS = ("label_smoothing", "target_margin")
 _OF_LABELED = ("desirable_weight", "undesirable_weight")
-_OF_PREFERENCES = ("beta", *_OF_PAIRS, *_OF_LABELED)
-_OF_POLICY_LOSSES = (
+_OF_POLICY = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
     "delta", "importance_weights", "off_policy_mask_threshold", "replay_routing",
     "no_advantage",
+)  # fmt: skip
+_OF_PREFERENCES = ("beta", *_OF_PAIRS, *_OF_LABELED)
+_UNUSED = dict(  # by loss
+    dpo=(*_OF_POLICY, *_OF_LABELED, "target_margin"),
+    simpo=(*_OF_POLICY, *_OF_LABELED),
+    kto=(*_OF_POLICY, *_OF_PAIRS),
+    apo_zero_unpaired=(*_OF_POLICY, *_OF_PAIRS),
+    grpo=(*_OF_PREFERENCES, "max_answer_tokens"),
+    dapo=(*_OF_PREFERENCES, "max_answer_tokens"),
+    dr_grpo=_OF_PREFERENCES,
+    cispo=(*_OF_PREFERENCES, "max_answer_tokens", "clip_low", "delta"),
+    reverse_kl=(  # advantages are of tokens
+        *_OF_PREFERENCES, "max_answer_tokens", "kl", "ratio", "off_policy_mask_threshold", "scale_advantages",
+    ),
 )  # fmt: skip
 _OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
 _OF_FILES = (
@@ -294,18 +307,9 @@ def _loss_problems(config: Config) -> Iterator[str]:
             " with --config.posttrain.teacher_top_k=0"
         )
     setting = f"config.posttrain.loss={posttrain.loss!r}"
-    unused = _OF_PREFERENCES
-    if not posttrain.is_policy:
-        unused = (*_OF_POLICY_LOSSES, *(_OF_PAIRS if posttrain.is_labeled else _OF_LABELED))
-    if posttrain.loss == "dpo":
-        unused = (*unused, "target_margin")
-    if posttrain.loss in ("grpo", "dapo", "reverse_kl"):
-        unused = (*unused, "max_answer_tokens")
-    if posttrain.loss == "reverse_kl":  # advantages are of tokens
-        unused = (*unused, "kl", "ratio", "off_policy_mask_threshold", "scale_advantages")
-    if posttrain.loss == "cispo":
-        unused = (*unused, "max_answer_tokens", "clip_low", "delta")
-    yield from without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
+    yield from without_effect(
+        "posttrain", posttrain, _UNUSED[posttrain.loss], f"with {setting}; remove it"
+    )
     yield from _weight_problems(posttrain)
     if posttrain.is_pairwise and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=1"
