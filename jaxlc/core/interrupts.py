@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -31,16 +32,24 @@ def call_within(seconds: float, function: Callable[[], T]) -> T | None:
 
     A call that takes longer goes on in its thread, which does not keep the process from ending.
     """
-    results: list[T] = []
+    with contextlib.suppress(Exception):
+        return in_thread(function).result(seconds)
+    return None
 
-    def call() -> None:
-        with contextlib.suppress(Exception):
-            results.append(function())
 
-    thread = threading.Thread(target=call, name="jaxlc-limited-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a daemon thread, without which the process can end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function())
+        except BaseException as error:  # also SystemExit, which would end the thread silently
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself

@@ -57,15 +57,13 @@ Sample = Callable[[np.ndarray, int, int], Awaitable[Turn]]  # answers a request
 Teacher = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # adds candidates to a record
 
 
-@dataclass(kw_only=True, eq=False)
-class Context:
+class Context(NamedTuple):
     """The tokens until the end of a turn."""
 
     tokens: np.ndarray  # int32 [n]
     sampled: np.ndarray  # bool [n]
     log_probs: np.ndarray  # float32, of the sampled ones
     experts: np.ndarray | None  # of all tokens but the last
-    is_continued: bool = False  # by another one
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +86,16 @@ class Client:
 class Trajectory:
     """Turns of the policy in one context or several ones, such as before and after a summary. A
     history that does not start with an earlier one starts a new context.
+
+    Attributes:
+      contexts: those that no other one continues.
+      result: the reward, or why there is none.
     """
 
     def __init__(self, client: Client):
         self.turns: list[Turn] = []
-        self.result: float | str = ""  # the reward, or why there is none
+        self.contexts: list[Context] = []
+        self.result: float | str = ""
         self._client, self._contexts = client, list[Context]()
         # tools and messages of `ask`, with the answer, and their tokens
         self._chats: list[tuple[list[Any], np.ndarray]] = []
@@ -138,20 +141,15 @@ class Trajectory:
         known = [x for x in self._contexts if np.array_equal(ids[: len(x.tokens)], x.tokens)]
         if known:
             before = max(known, key=lambda x: len(x.tokens))
-            before.is_continued = True
+            self.contexts = [x for x in self.contexts if x is not before]
             sampled[: len(before.sampled)] = before.sampled
             log_probs = np.concatenate([before.log_probs, log_probs])
             if experts is not None:  # those that were used when a token was sampled
                 experts = np.concatenate([before.experts, experts[len(before.experts) :]])
-        self._contexts.append(
-            Context(tokens=tokens, sampled=sampled, log_probs=log_probs, experts=experts)
-        )
+        context = Context(tokens, sampled, log_probs, experts)
+        self._contexts.append(context)
+        self.contexts.append(context)
         return turn
-
-    @property
-    def contexts(self) -> list[Context]:
-        """Those that no other one continues."""
-        return [x for x in self._contexts if not x.is_continued]
 
     @property
     def answer(self) -> Answer:
@@ -256,9 +254,7 @@ class Agents:
             records = []
             for name, trajectory in enumerate(trajectories):
                 fields = dict(policy_step=policy_step, group=f"{step}-{number}")
-                if self.config.rollouts.agent:
-                    fields |= dict(trajectory=str(name))
-                records += trajectory.records(fields)
+                records += trajectory.records(fields | dict(trajectory=str(name)))
             return records
 
         groups = await asyncio.gather(*[group(*x) for x in enumerate(numbers)])

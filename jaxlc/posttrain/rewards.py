@@ -1,11 +1,11 @@
 """Rewards of answers: a function of the user's, with retries and a limit of its time."""
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ import numpy as np
 from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
+from jaxlc.core.interrupts import in_thread
 
 # (prompt, answer, record) and fields of `Answer` by name, or (group, record); see docs/post_training.md
 Reward = Callable[..., Any]
@@ -106,25 +107,16 @@ async def _retried(
     return [f"{_SETTING} {problem}"] * num_numbers
 
 
-def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Calls a function in a daemon thread, without which the process can end."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(call())
-        except BaseException as error:  # also SystemExit, which would end the thread silently
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    in_thread(loop.run_forever)
+
+    def run() -> None:
+        while True:  # SystemExit of a task of an agent stops the loop
+            with contextlib.suppress(SystemExit):
+                loop.run_forever()
+
+    in_thread(run)
     return loop
 
 

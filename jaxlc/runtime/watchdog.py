@@ -553,9 +553,9 @@ def on_process_0(call: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return result
     content = np.frombuffer(pickle.dumps(result), np.uint8)
-    num_bytes = int(broadcast_one_to_all(np.int32(content.size)))
-    # only that of process 0 is used
-    content = broadcast_one_to_all(np.resize(content, num_bytes))
+    # A power of two, since each size has its own program. What follows the result is not read.
+    num_bits = int(broadcast_one_to_all(np.int32(content.size.bit_length())))
+    content = broadcast_one_to_all(np.resize(content, 2**num_bits))
     return pickle.loads(content.tobytes())
 
 

@@ -38,8 +38,8 @@ from jaxlc.generation.generate_text import SAMPLES, write_samples
 from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import (
+    on_process_0,
     problem_of_any_process,
-    text_of_process_0,
     wait_for_processes,
 )
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
@@ -150,14 +150,15 @@ class StageRun(Outputs):
         patience = self.stage.config.train.early_stop_evals
         if not patience:
             return
-        losses = dict[int, float]()
-        if jax.process_index() == 0:
+
+        def is_over() -> bool:
             rows = read_rows(self.workdir / METRICS_FILE)
             rows = [row for row in rows if self.stage.first_step < row["step"] <= step]
             losses = {x["step"]: x[EVAL_LOSS] for x in rows if x.get(EVAL_LOSS) is not None}
-        best = min(losses, key=losses.__getitem__, default=step)
-        num_later = sum(other > best for other in losses)
-        if text_of_process_0("early stop", str(num_later >= patience)) == "True":
+            best = min(losses, key=losses.__getitem__, default=step)
+            return sum(other > best for other in losses) >= patience
+
+        if on_process_0(is_over):
             self.progress.log(
                 f"stopping: {patience} evaluations without a new lowest held-out loss (train.early_stop_evals)"
             )
@@ -171,8 +172,7 @@ class StageRun(Outputs):
         sampler = self.stage.sampler
         step = position.step
         path = self.workdir / SAMPLES / f"{step}.jsonl"
-        is_known = text_of_process_0(SAMPLES, str(path.is_file())) == "True"
-        if sampler.problem or is_known:
+        if on_process_0(path.is_file) or sampler.problem:
             return position
         texts = dict[str, str]()
         problem = ""

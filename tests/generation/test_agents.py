@@ -13,7 +13,7 @@ from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.policy_rollouts import _Rounds
-from jaxlc.posttrain.agents import Agents, Client, Turn, write_rewarded
+from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, write_rewarded
 from jaxlc.posttrain.rewards import in_background
 from jaxlc.posttrain.traces import Prompt, open_traces
 from jaxlc.posttrain.trees import groups_of
@@ -177,6 +177,26 @@ def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
     assert kept.read_text() == (tmp_path / "5.jsonl").read_text()
     traces = open_traces(config, agents.encoder.tokenizer, (str(kept),), step=5)
     assert traces.rewards["failed"] == 3 and traces.rewards["reward"] == 3.0
+
+
+def test_agent_that_exits_has_failed_and_others_go_on():
+    """Also in a task of its own."""
+
+    async def leaves():
+        raise SystemExit("no tool")
+
+    async def agent(client, record):
+        if client.prompt.where == "p:1":
+            await asyncio.gather(leaves())
+        return await answer_once(client, record)
+
+    agents, sampler = agents_of(mini(agent="", reward_retries=0)), Scripted("1")
+    agents.agent, sampler.encoder, sampler.num_agents = agent, agents.encoder, 4
+    result = in_background(agents.rollouts((0, 1), 5, 4, sampler.sample))
+    failed = [x.get("failed", "") for x in result.result(timeout=20)]
+    assert ["no tool" in x for x in failed[:2]] == [True] * 2 and "no tool" not in "".join(
+        failed[2:]
+    )
 
 
 def test_batch_has_the_requests_of_all_agents_that_run():
