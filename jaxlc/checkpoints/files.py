@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import LockHeld, fingerprint_of, locked, read_json_file, replacing
-from jaxlc.runtime.watchdog import Program, text_of_process_0, wait_for_processes
+from jaxlc.runtime.watchdog import Program, on_process_0, wait_for_processes
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
 
@@ -395,21 +395,19 @@ class Evaluations:
         self._num_best = num_best
         self._stages: dict[int, str] = {}
         self._expected: dict[int, set[str]] = {}  # names of the values that follow a checkpoint
-        text = text_of_process_0("evaluations", self._text(warn))
-        self._values = {int(step): values for step, values in json.loads(text).items()}
+        self._values = on_process_0(lambda: self._stored(warn))
         for step in committed_steps(directory) if num_best else []:
             try:
                 self.add_checkpoint(step, read_valid_meta(directory / str(step)))
             except (OSError, ValueError):  # damaged
                 continue
 
-    def _text(self, warn: Callable[[str], None]) -> str:
-        if jax.process_index() == 0:
-            try:
-                return json.dumps(read_evaluations(self._directory))
-            except (OSError, ValueError) as error:
-                warn(f"warning: the evaluations of the checkpoints are not known: {error}")
-        return "{}"
+    def _stored(self, warn: Callable[[str], None]) -> dict[int, dict[str, Any]]:
+        try:
+            return read_evaluations(self._directory)
+        except (OSError, ValueError) as error:
+            warn(f"warning: the evaluations of the checkpoints are not known: {error}")
+            return {}
 
     def of(self, step: int) -> dict[str, Any]:
         """The known values of a checkpoint; a loss is None if it was not finite."""

@@ -25,7 +25,7 @@ from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import read_json_file, replacing
 from jaxlc.core.interrupts import call_within
-from jaxlc.runtime.watchdog import text_of_process_0
+from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep
 
 _MARKER = "\n\n# The last start of the run; not settings.\nMANIFEST = "
@@ -199,9 +199,7 @@ def read_manifest(workdir: Path) -> dict[str, Any]:
 
 def run_id_everywhere(workdir: Path) -> str:
     """The identifier of the run on all processes, as process 0 has written it."""
-    return text_of_process_0(
-        "run id", read_manifest(workdir)["run_id"] if jax.process_index() == 0 else ""
-    )
+    return on_process_0(lambda: read_manifest(workdir)["run_id"])
 
 
 def stored_settings(workdir: Path) -> dict[str, Any]:
