@@ -935,6 +935,13 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "has model_type 'gemma3n_text' (embeddings of each layer)",
         ),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
+        ("granite_hybrid_moe", dict(intermediate_size=None), "has no field intermediate_size"),
+        ("nemotron_h_moe", dict(num_experts_per_tok=None), "has no field num_experts_per_tok"),
+        (
+            "nemotron_h",
+            dict(attention_head_dim=8),
+            "has attention_head_dim=8 and head_dim=16, which differ",
+        ),
         ("llama", dict(hidden_sise=3), "did you mean hidden_size?"),
         (
             "mistral",
@@ -1058,6 +1065,13 @@ def test_config_json_part_that_is_absent_may_have_any_empty_value(
     for name in names:
         config = _changed(config, name.split("."), value)
     assert settings_of(config, "config.json")[setting] == expected
+
+
+def test_head_dim_of_nemotron_h_may_have_its_first_name():
+    config = dict(CASES["nemotron_h"].config)
+    head_dim = config.pop("head_dim")
+    settings = settings_of(config | dict(attention_head_dim=head_dim), "config.json")
+    assert settings["attention.head_dim"] == head_dim
 
 
 @pytest.mark.parametrize("changes", [dict(num_experts=None), dict(num_experts=4), {}])

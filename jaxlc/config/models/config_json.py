@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxlc.config.kinds import MIXERS, experts, mixers_by_layer_kind
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
+from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.model_schema import (
     SECTIONS_OF_MODEL,
     ModelConfig,
@@ -362,15 +363,12 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         **family.settings,
         "attention.query_scale_dim": 0,
     }
+    fields = ReadFields(where, {**defaults, **config})
     for name, setting in _settings_of_fields(family).items():
-        value = config.get(name, defaults.get(name))
-        if value is None:
-            value = _DERIVED[name](settings) if name in _DERIVED else None
-        if value is None:
-            raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
-        settings[setting] = value
+        is_derived = fields.get(name) is None and name in _DERIVED
+        settings[setting] = _DERIVED[name](settings) if is_derived else fields[name]
     settings.setdefault("ffn_dim", settings.get("experts.ffn_dim"))  # without dense layers
-    settings |= family.read_settings({**defaults, **config})
+    settings |= family.read_settings(fields)
     if family.has_one_attention_bias:
         settings["attention.out_bias"] = settings["attention.qkv_bias"]
     first, group = _layer_kinds(config, family, where)

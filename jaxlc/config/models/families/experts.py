@@ -132,7 +132,7 @@ def write_first_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_settings(config: Fields) -> dict[str, Any]:
-    shared_ffn_dim = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
+    shared_ffn_dim = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
     return {
         "attention.qk_norm": "head" if config["use_qk_norm"] else "none",
         "experts.shared_ffn_dim": shared_ffn_dim,

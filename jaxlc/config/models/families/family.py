@@ -11,8 +11,25 @@ from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixer_path
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.values import defaults_of, flattened
+from jaxlc.core.errors import UserError
 
 Fields = Mapping[str, Any]  # the content of config.json
+
+
+class ReadFields(dict[str, Any]):
+    """The fields of config.json at `where`; reading one that is missing or null raises UserError."""
+
+    def __init__(self, where: str, fields: Mapping[str, Any]):
+        super().__init__(fields)
+        self._where = where
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := self.get(name)) is None:
+            raise UserError(
+                f"{self._where} has no field {name}: it is incomplete; download it again"
+            )
+        return value
+
 
 # Settings of ModelConfig that are equal in all models of a family, with the values that most
 # families have.

@@ -33,11 +33,11 @@ def _read_settings(config: Fields) -> dict[str, Any]:
     return {
         "attention.head_dim": head_dim,
         "rope.fraction": rotated_dim / (head_dim or 1),
-        "latent.query_rank": config["q_lora_rank"] or 0,
+        "latent.query_rank": config.get("q_lora_rank") or 0,
         "latent.interleaved": bool(config.get("rope_interleave", True)),
-        "experts.groups": config["n_group"] or 1,
-        "experts.groups_per_token": config["topk_group"] or 1,
-        "experts.shared_ffn_dim": (config["n_shared_experts"] or 0)
+        "experts.groups": config.get("n_group") or 1,
+        "experts.groups_per_token": config.get("topk_group") or 1,
+        "experts.shared_ffn_dim": (config.get("n_shared_experts") or 0)
         * config["moe_intermediate_size"],
     }
 

@@ -43,7 +43,7 @@ def _granite_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _granite_read_settings(config: Fields) -> dict[str, Any]:
     """Without experts, the layers have the shared block alone."""
-    num_experts = config["num_local_experts"]
+    num_experts = config.get("num_local_experts")
     shared = config["shared_intermediate_size"]
     settings = {**GRANITE.read_settings(config), **_read_mamba(config), "ffn_dim": shared}
     if not num_experts:
@@ -73,7 +73,7 @@ def _granite_write_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _read_mamba(config: Fields, width: int | None = None) -> dict[str, Any]:
     """The bounds of the step size, and the width of heads, which all have this width together."""
-    head_dim = config["mamba_d_head"]
+    head_dim = config.get("mamba_d_head")
     if not isinstance(head_dim, int):  # "auto"
         width = width or config["mamba_expand"] * config["hidden_size"]
         head_dim = width // config["mamba_n_heads"]
@@ -81,7 +81,7 @@ def _read_mamba(config: Fields, width: int | None = None) -> dict[str, Any]:
 
 
 def _read_step_limit(config: Fields) -> dict[str, Any]:
-    limits = config["time_step_limit"] or (0.0, math.inf)
+    limits = config.get("time_step_limit") or (0.0, math.inf)
     if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
         raise UserError(
             f"config.json has time_step_limit={limits}: expected the smallest and the largest step"
@@ -199,10 +199,10 @@ def _falcon_read_settings(config: Fields) -> dict[str, Any]:
     of those of its logits and of its output, the one of the input of Mamba-2 of its projections.
     """
     into, key, state = (config[f"{x}_multiplier"] or 1.0 for x in ("attention_in", "key", "ssm_in"))
-    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     order = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
     settings = {
-        **_read_mamba(config, config["mamba_d_ssm"]),
+        **_read_mamba(config, config.get("mamba_d_ssm")),
         "logits_scaling": 1 / config["lm_head_multiplier"],
         "attention.query_scale_dim": head_dim * (into**2 * key) ** -2,
         "attention.output_multiplier": into * config["attention_out_multiplier"],
@@ -319,7 +319,7 @@ def _nemotron_read_settings(config: Fields) -> dict[str, Any]:
     if "moe" not in _nemotron_read_kinds(config):
         return settings
     settings |= {setting: config[name] for name, setting in _NEMOTRON_EXPERTS.items()}
-    settings["experts.latent_dim"] = config["moe_latent_size"] or 0
+    settings["experts.latent_dim"] = config.get("moe_latent_size") or 0
     return settings | {"experts.router": "sigmoid", "experts.choice_bias": True}
 
 
@@ -389,7 +389,7 @@ NEMOTRON_H = Family(
     ),
     field_aliases={
         "layers_block_type": "layer_types",
-        "attention_head_dim": "attention.head_dim",
+        "attention_head_dim": "head_dim",
         "num_local_experts": "n_routed_experts",
     },
     multimodal_prefixes={"backbone.": "model."},
