@@ -1209,6 +1209,11 @@ RELEASED = {
         ),
         {"latent.query_rank": 0, "experts.groups": 1, "rope.query_mscale": 0.707},
     ),
+    "DeepSeek-V2, whose groups have no effect": (
+        "deepseek_v2",
+        dict(topk_method="greedy"),  # with n_group=4
+        {"experts.groups": 1, "experts.groups_per_token": 1},
+    ),
     "an older layer type, and a number that JSON does not have": (
         "olmo3",
         dict(layer_types=[SLIDING, "attention", SLIDING], initializer_range=math.inf),

@@ -464,8 +464,8 @@ def config_json_of(
         }
         return (
             first
-            | fields
             | fixed
+            | fields
             | family.write_kinds(model)
             | rope_fields(model, family)
             | changed

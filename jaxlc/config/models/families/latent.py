@@ -141,6 +141,21 @@ GLM4_MOE_LITE = dataclasses.replace(
     },
 )
 
+_GROUPS_FIRST = "group_limited_greedy"  # topk_method with groups; without it, they have no effect
+
+
+def _v2_read_settings(config: Fields) -> dict[str, Any]:
+    config = dict(config)
+    if config.get("topk_method") != _GROUPS_FIRST:
+        config |= dict(n_group=1, topk_group=1)
+    return _read_settings(config)
+
+
+def _v2_write_settings(model: ModelConfig) -> dict[str, Any]:
+    method = _GROUPS_FIRST if model.experts.groups > 1 else "greedy"
+    return dict(_write_settings(model), topk_method=method)
+
+
 # Groups are chosen by the largest probability in them, and weights are not divided by their sum.
 DEEPSEEK_V2 = dataclasses.replace(
     DEEPSEEK_V3,
@@ -150,6 +165,8 @@ DEEPSEEK_V2 = dataclasses.replace(
     settings={"experts.router": "softmax"},
     fields={x: y for x, y in DEEPSEEK_V3.fields.items() if x != "norm_topk_prob"},
     field_aliases={"num_experts": "n_routed_experts"},
+    read_settings=_v2_read_settings,
+    write_settings=_v2_write_settings,
     defaults={
         **DEEPSEEK_V3.defaults,
         "n_routed_experts": 64,
@@ -164,7 +181,7 @@ DEEPSEEK_V2 = dataclasses.replace(
     required_values={
         **DEEPSEEK_V3.required_values,
         "scoring_func": ("softmax",),
-        "topk_method": ("greedy", "group_limited_greedy"),
+        "topk_method": ("greedy", _GROUPS_FIRST),
         "norm_topk_prob": (False,),
         "mlp_bias": (False,),
     },
@@ -218,7 +235,7 @@ def _kimi_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _kimi_read_settings(config: Fields) -> dict[str, Any]:
     linear = config.get("linear_attn_config") or {}
-    renamed = {name: config[own] for name, own in _KIMI_NAMES.items()}
+    renamed = {name: config.get(own) for name, own in _KIMI_NAMES.items()}
     sizes = {setting: linear[x] for x, setting in _KIMI_SIZES.items() if linear.get(x)}
     return _read_settings({**config, **renamed}) | sizes | {"latent.interleaved": False}
 
