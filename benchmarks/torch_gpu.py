@@ -83,6 +83,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         kernels=_kernels(profile, job["traced"], is_cpu=job["dry_run"]),
         peak_bytes=None if job["dry_run"] else torch.cuda.max_memory_allocated(),
         head="Liger" if _liger(job) else "chunks",
+        graphs=import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"],
     )
 
 
@@ -95,7 +96,6 @@ def _make_step(job: dict[str, Any]) -> Callable[[], Any]:
     is_tied = config["tie_word_embeddings"]
     model.load_state_dict(stored, strict=not is_tied)
     del stored
-    layers = model.model.layers
     if job["lora"]:
         # frozen matrices in the data type of products; norms are float32
         compute = torch.float32 if job["dry_run"] else torch.bfloat16
@@ -104,11 +104,9 @@ def _make_step(job: dict[str, Any]) -> Callable[[], Any]:
                 module.to(compute)
         torch_models.add_adapters(model, **job["lora"])
     if job["fp8"]:
-        _to_fp8(layers, job)
+        _to_fp8(model.model.layers, job)
     backend = "aot_eager" if job["dry_run"] else "inductor"
-    for layer in layers:
-        _checkpoint(layer, job["checkpoint"])
-        layer.compile(backend=backend)
+    layers = [_Checkpointed(layer, job["checkpoint"], backend) for layer in model.model.layers]
     embedding = model.model.embed_tokens.weight
     head = embedding if is_tied else model.lm_head.weight
     trained = [x for x in model.parameters() if x.requires_grad]
@@ -162,31 +160,46 @@ def _sum_of_losses(head: Any, hidden: Any, targets: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
-def _checkpoint(layer: Any, policy: str) -> None:
-    """Activation checkpointing of a layer.
+class _Checkpointed(torch.nn.Module):
+    """A compiled layer with activation checkpointing.
 
     whole: only its input is saved. attention: also the results of attention. op: also every second
-    matrix product, which is the selective checkpointing of torchtitan.
+    matrix product, which is the selective checkpointing of torchtitan. Layers with a delta rule,
+    which is not compiled, save their input: a graph that contains the checkpoint cannot have breaks.
     """
-    forward, context = layer.forward, {}
-    if policy != "whole":
-        make = functools.partial(_selective_contexts, saves_products=policy == "op")
-        context = dict(context_fn=make)
 
-    def checkpointed(hidden, **others):
-        return checkpointing.checkpoint(forward, hidden, use_reentrant=False, **context, **others)
+    def __init__(self, layer: Any, policy: str, backend: str):
+        super().__init__()
+        has_breaks = hasattr(layer, "linear_attn")
+        self.layer, self.policy = layer, "whole" if has_breaks else policy
+        (layer if has_breaks else self).compile(backend=backend)
 
-    layer.forward = checkpointed
+    def forward(self, hidden, **others):
+        if self.policy == "whole":
+            return checkpointing.checkpoint(self.layer, hidden, use_reentrant=False, **others)
+        contexts = _op_contexts if self.policy == "op" else _attention_contexts
+        return checkpointing.checkpoint(
+            self.layer, hidden, use_reentrant=False, context_fn=contexts, **others
+        )
 
 
-def _selective_contexts(*, saves_products: bool) -> tuple[Any, Any]:
-    aten, decision = torch.ops.aten, checkpointing.CheckpointPolicy
-    products = {aten.mm.default, aten._scaled_mm.default, aten._grouped_mm.default}
-    counts: dict[bool, int] = {False: 0, True: 0}  # in the forward, and when it runs again
+def _attention_contexts() -> tuple[Any, Any]:
+    return _contexts(set())
+
+
+def _op_contexts() -> tuple[Any, Any]:
+    aten = torch.ops.aten
+    return _contexts({aten.mm.default, aten._scaled_mm.default, aten._grouped_mm.default})
+
+
+def _contexts(products: set[Any]) -> tuple[Any, Any]:
+    """Saves attention and every second one of `products`, in the forward and when it runs again."""
+    decision = checkpointing.CheckpointPolicy
+    counts: dict[bool, int] = {False: 0, True: 0}
 
     def policy(context, operation, *args, **kwargs):
         is_saved = "scaled_dot_product" in str(operation)
-        if saves_products and operation in products:
+        if operation in products:
             counts[context.is_recompute] += 1
             is_saved = counts[context.is_recompute] % 2 == 0
         return decision.MUST_SAVE if is_saved else decision.PREFER_RECOMPUTE
@@ -204,7 +217,7 @@ def _to_fp8(layers: Any, job: dict[str, Any]) -> None:
         raise Unavailable(f"torchao: {error}") from error
 
     def is_large(module: Any, _: str) -> bool:
-        return min(module.weight.shape) >= _MIN_FP8_DIM
+        return min(module.weight.shape) >= (16 if job["dry_run"] else _MIN_FP8_DIM)
 
     emulate = dict(config=float8.Float8LinearConfig(emulate=True)) if job["dry_run"] else {}
     float8.convert_to_float8_training(layers, module_filter_fn=is_large, **emulate)

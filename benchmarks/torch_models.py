@@ -130,37 +130,28 @@ class Experts(nn.Module):
         experts, order = experts_TK.flatten().sort(stable=True)
         numbers = torch.arange(self.gate.out_features, device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True).int()
-        rows = _Sorted.apply(x_TD, order, self.per_token)
+        inverse = order.argsort()
+        copies = x_TD[:, None].expand(-1, self.per_token, -1).flatten(0, 1)
+        rows = _Permuted.apply(copies, order, inverse)
         gate, up = _grouped(rows, self.experts.gate_up_proj, ends).chunk(2, dim=-1)
         rows = _grouped(F.silu(gate) * up, self.experts.down_proj, ends)
-        parts_TKD = _Permuted.apply(rows, order.argsort(), order).unflatten(0, (-1, self.per_token))
+        parts_TKD = _Permuted.apply(rows, inverse, order).unflatten(0, (-1, self.per_token))
         return (parts_TKD * weights_TK[..., None].to(x.dtype)).sum(1).view_as(x)
 
 
 def _grouped(rows, weights_EFD, ends):
     """The product of the rows of each expert and its matrix; `ends` of the experts' rows."""
+    if rows.dtype == torch.float32:  # tiny models: the kernel is for bf16
+        numbers = torch.arange(len(rows), device=rows.device)
+        weights_RFD = weights_EFD[torch.searchsorted(ends.long(), numbers, right=True)]
+        return torch.einsum("RD,RFD->RF", rows, weights_RFD)
     return torch._grouped_mm(rows, weights_EFD.to(rows.dtype).transpose(-1, -2), offs=ends)
 
 
-class _Sorted(torch.autograd.Function):
-    """The token of each choice, in the order of experts. The gradient is a gather and a sum; that
-    of indexing is a scatter with atomic additions.
-    """
-
-    @staticmethod
-    def forward(ctx, x_TD, order, per_token):
-        ctx.save_for_backward(order)
-        ctx.per_token = per_token
-        return x_TD[order // per_token]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (order,) = ctx.saved_tensors
-        return gradient[order.argsort()].unflatten(0, (-1, ctx.per_token)).sum(1), None, None
-
-
 class _Permuted(torch.autograd.Function):
-    """Rows in another order; the gradient is a gather, too."""
+    """Rows in another order. The gradient is a gather, too; that of indexing is a scatter with
+    atomic additions.
+    """
 
     @staticmethod
     def forward(ctx, rows, order, inverse):

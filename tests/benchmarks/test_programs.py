@@ -10,6 +10,7 @@ PROGRAMS = (
     "attention_speed",
     "cpu_comparison",
     "document_balance",
+    "gpu_comparison",
     "memory_ladder",
     "notebook_data",
 )
