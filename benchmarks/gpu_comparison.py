@@ -286,13 +286,13 @@ def run_jobs(path: Path) -> None:
 def jaxlc_config(job: dict[str, Any]) -> Config:
     """The config of a column of jaxlc, with the weights of the job."""
     num_steps = job["warm_up"] + job["repeats"]
-    compute = "fp32" if job["dry_run"] else "bf16"
+    precision = dict(compute="fp32", frozen="fp32") if job["dry_run"] else dict(compute="bf16")
     sections = dict(
         model=dict(init_from=job["directory"]),
         data=dict(seq_len=job["tokens"]),
         attention=dict(document_mask=False),
         memory=dict(remat="attention", loss_chunk_tokens=min(4096, job["tokens"])),
-        precision=dict(compute="fp8" if job["fp8"] else compute),
+        precision=precision | (dict(compute="fp8") if job["fp8"] else {}),
         lora=job["lora"],
         optimizer=dict(
             learning_rate=job["learning_rate"], schedule="constant", warmup_steps=0, weight_decay=0.0

@@ -4,6 +4,7 @@
     python scripts/gpu_first_contact.py --parts=profile,experts,host,hoststep,steps,save --out=out/2.jsonl --seconds=540
     python scripts/gpu_first_contact.py --parts=more_kernels,more_rates,ring,workspace,long,memory,compile \
       --out=out/3.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=long_run --out=out/4.jsonl --seconds=590
     python scripts/gpu_first_contact.py --dry_run --out=out/dry_run.jsonl
 
 The most important rows come first. Each row is one line of --out, written when it is known. A row that fails, crashes

@@ -28,6 +28,7 @@ from benchmarks.first_contact import (
     host_rows,
     kernel_rows,
     long_rows,
+    long_run_rows,
     loop_rows,
     rate_rows,
     ring_rows,
@@ -81,6 +82,7 @@ PARTS = {  # the most important first
     "host": _part(host_rows.host_rows, True),
     "hoststep": _part(host_rows.host_step_rows, True),
     "save": _part(loop_rows.save_rows, True),
+    "long_run": _part(long_run_rows.long_run_rows, True),
 }
 
 

@@ -1,6 +1,7 @@
 """Problem sizes of the measurements: for an 80 GB GPU, and small ones for a dry run on a CPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,11 @@ class Sizes:
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=0",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0",
     )  # fmt: skip
+    # The long run.
+    long_run_config: str = "1m_1gpu:lora"
+    long_run_tokens: int = 262_144
+    longest_run_tokens: int = 425_984  # whose step ends within one call
+    long_run_settings: dict[str, Any] = field(default_factory=dict)
 
 
 _SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
@@ -118,4 +124,6 @@ DRY_RUN = Sizes(
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",
         "--config.model.num_layers=1", "--config.train.eval_sequences=1", "--config.data.sources=docs/*.md",
     ),
+    long_run_config="1m_1gpu:mini", long_run_tokens=256, longest_run_tokens=512,
+    long_run_settings={"data.sources": "docs/*.md", "lora.rank": 4, "train.checkpoint_frozen": False},
 )  # fmt: skip
