@@ -26,7 +26,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.memory.offload = ()
 
     if variant != "mini":
-        config.model.update(model_dim=2560, ffn_dim=9728, tie_embeddings=True)  # Qwen3 4B
+        config.model.preset = "qwen3-4b"
         config.runtime.topology = "t4:1x1"
         config.data.seq_len = 40_960
     return config

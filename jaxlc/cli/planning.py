@@ -25,7 +25,7 @@ from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_sett
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.files import base_config, set_model
 from jaxlc.config.frozen import Stage
-from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.models.presets import model_name
 from jaxlc.config.schema import AttentionConfig, MemoryConfig
 from jaxlc.config.settings import defaults, hint_at
 from jaxlc.config.values import Above0, From1, Tokens, typed

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Self
 
-from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.models.presets import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import read_json_file

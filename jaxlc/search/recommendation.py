@@ -18,7 +18,7 @@ from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, 
 from jaxlc.config.command_line import field_comments
 from jaxlc.config.files import file_text
 from jaxlc.config.frozen import FROM_LENGTHS, refusal
-from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened

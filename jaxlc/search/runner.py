@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.config import Config, RuntimeConfig, to_dict
-from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.models.presets import model_name
 from jaxlc.core.errors import UserError
 from jaxlc.core.processes import Row, Work, run_in_processes
 from jaxlc.core.text import print_to_stderr as log

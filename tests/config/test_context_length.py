@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from jaxlc.config import defaults, load, to_dict
-from jaxlc.config.models.model_schema import model_name
+from jaxlc.config import defaults, load, read_config, to_dict
+from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens, context_warning
 from tests.hf.models import CASES
 
@@ -121,3 +121,13 @@ def test_context_of_run_is_its_trained_length(model_of, tmp_path):
 )
 def test_model_name_is_that_of_init_from(init_from, name):
     assert model_name(dict(preset="tiny", init_from=init_from)) == name
+
+
+def test_model_name_of_a_preset_with_other_sizes_says_so():
+    config = load(read_config("qlora_4b_t4"))
+    assert model_name(vars(config.model)) == "qwen3-4b"
+    stored = to_dict(config)["model"]
+    assert model_name(stored) == "qwen3-4b"
+    for setting, value in dict(model_dim=4096, ffn_dim=12_288, num_layers=28).items():
+        assert model_name(stored | {setting: value}) == "qwen3-4b (modified)"
+    assert model_name(dict(preset="tiny", num_layers=2)) == "tiny"  # no published model

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixers_by_layer_kind, scaled_kinds
@@ -20,7 +19,6 @@ from jaxlc.config.kinds.experts import ExpertsConfig
 from jaxlc.config.kinds.kda import KdaConfig
 from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.kinds.mamba2 import Mamba2Config
-from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.values import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
@@ -384,26 +382,6 @@ def model_from(settings: Mapping[str, Any]) -> ModelConfig:
         }
         values[name] = part(**own)
     return ModelConfig(**values)
-
-
-def model_name(model: Mapping[str, Any]) -> str:
-    """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset.
-
-    Args:
-      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.
-    """
-    init_from = model.get("init_from", "")
-    if not init_from or is_model_id(init_from):
-        return init_from or model.get("preset", "")
-    path = PurePath(init_from)
-    # a snapshot in the cache of the hub
-    cached = [part for part in path.parts if part.startswith("models--")]
-    if cached:
-        return cached[-1].removeprefix("models--").replace("--", "/")
-    is_checkpoint = path.parent.name == "checkpoints"
-    return (
-        f"{path.parent.parent.name} step {path.name}" if is_checkpoint else path.name or init_from
-    )
 
 
 # Kind of scaling -> the settings of `RopeConfig` that it uses.

@@ -1,12 +1,15 @@
-"""Published model shapes by name: the values of `config.model.preset`. Data only.
+"""Published model shapes by name: the values of `config.model.preset`; and the name of a model.
 
 Source: the `config.json` that the authors of each model publish with its weights. A test compares
 the parameter count of each entry with the published one.
 """
 
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from
 from jaxlc.config.values import flattened
 
@@ -54,6 +57,14 @@ _QWEN2_5: dict[str, Any] = dict(
     **FAMILIES["qwen2"].settings,
 )
 
+_QWEN3: dict[str, Any] = dict(  # the sizes that 4B and 8B share
+    vocab_size=151_936,
+    num_layers=36,
+    attention=dict(num_heads=32, num_kv_heads=8, head_dim=128),
+    norm_epsilon=1e-6,
+    rope=dict(theta=1_000_000.0),
+    **FAMILIES["qwen3"].settings,
+)
 _LATENT: dict[str, Any] = dict(
     tie_embeddings=False,
     first_layer_kinds=("dense",),
@@ -151,16 +162,18 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **_QWEN2_5,
     ),
     dict(
+        preset="qwen3-4b",
+        model_dim=2560,
+        ffn_dim=9728,
+        tie_embeddings=True,
+        **_QWEN3,
+    ),
+    dict(
         preset="qwen3-8b",
-        vocab_size=151_936,
-        num_layers=36,
         model_dim=4096,
-        attention=dict(num_heads=32, num_kv_heads=8, head_dim=128),
         ffn_dim=12_288,
         tie_embeddings=False,
-        norm_epsilon=1e-6,
-        rope=dict(theta=1_000_000.0),
-        **FAMILIES["qwen3"].settings,
+        **_QWEN3,
     ),
     dict(
         # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
@@ -391,3 +404,31 @@ _PRESETS: tuple[dict[str, Any], ...] = (
 PRESETS: dict[str, ModelConfig] = {
     preset["preset"]: model_from(flattened(preset)) for preset in _PRESETS
 }
+# A model with others is not the published one.
+_SIZES = "num_layers", "model_dim", "ffn_dim"
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset,
+    with "modified" if its layers differ in number or width from those of the published model.
+
+    Args:
+      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.
+    """
+    init_from = model.get("init_from", "")
+    if not init_from:
+        preset = model.get("preset", "")
+        published = vars(PRESETS[preset]) if preset in PRESETS and preset != "tiny" else model
+        is_modified = any(model.get(size) != published.get(size) for size in _SIZES)
+        return f"{preset} (modified)" if is_modified else preset
+    if is_model_id(init_from):
+        return init_from
+    path = PurePath(init_from)
+    # a snapshot in the cache of the hub
+    cached = [part for part in path.parts if part.startswith("models--")]
+    if cached:
+        return cached[-1].removeprefix("models--").replace("--", "/")
+    is_checkpoint = path.parent.name == "checkpoints"
+    return (
+        f"{path.parent.parent.name} step {path.name}" if is_checkpoint else path.name or init_from
+    )

@@ -24,9 +24,9 @@ from jaxlc.config.models.model_schema import (
     KindConfig,
     ModelConfig,
     model_from,
-    model_name,
     with_scaling,
 )
+from jaxlc.config.models.presets import model_name
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import Unsupported, UserError, raise_all
 from jaxlc.core.files import (

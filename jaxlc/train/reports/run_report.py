@@ -14,7 +14,8 @@ import numpy as np
 from jaxlc.attention.kernels import cudnn
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, TrainConfig
-from jaxlc.config.models.model_schema import ModelConfig, model_name
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
