@@ -108,6 +108,9 @@ def test_reward_figure_shows_quantiles_and_what_differs():
     assert "ratio 1" in rewards.get_title(loc="left") and "age in steps 0" in rewards.get_title(
         loc="left"
     )
+    # a band that never changes, as of rewards that are 0 or 1, would fill the panel
+    constant = reward_figure([row | {"rollouts/reward_p90": 1.0} for row in rows])
+    assert not constant.axes[0].collections and not constant.legends
 
 
 def test_lines_of_a_figure_differ():
