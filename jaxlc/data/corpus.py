@@ -175,6 +175,7 @@ class Corpus(DataSource):
     `num_documents` and `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of
     the mixture."""
 
+    is_balanced = True
     train: PackedText
     # other documents or the tail of one, in the same order in every epoch; None: no evaluation
     heldout: PackedText | None

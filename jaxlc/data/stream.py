@@ -322,6 +322,7 @@ class ChunkedSequences(JoinedSequences):
 class Stream(DataSource):
     """The data source of data.stream."""
 
+    is_balanced = True
     train: ChunkedSequences
     identity: dict[str, Any]  # files and settings that the sequences depend on
 

@@ -49,11 +49,9 @@ from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import gib
-from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource, batches
 from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
-from jaxlc.data.stream import Stream
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.generate_text import Sampler
@@ -97,7 +95,7 @@ def training_batches(
       stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
     """
     train, sequences = step.config.train, source.train
-    if isinstance(source, (Corpus, Stream)) and step.config.attention.document_mask:
+    if source.is_balanced and step.config.attention.document_mask:
         sequences = BalancedSequences(source.train, step.config, next_sequence)
     stream = batches(
         sequences,
@@ -296,24 +294,33 @@ def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     )
 
 
-def check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
-    """Checks that the checkpoint of `step` was written by the stage that has this step now.
+def resume_data(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
+    """Prepares the data of the stage that trains after `step`.
 
     Args:
-      meta: of the checkpoint.
+      meta: of the checkpoint of `step`; empty if there is none, before the first step.
     Raises:
-      UserError: the stages have changed.
+      UserError: the stages have changed since the checkpoint, or as `DataSource.resume`.
     """
-    now, stored = stage_until(stages, step), meta["stage"]
-    if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
-        before, after = (
-            f"stage {name}, which starts after step {first}" if name else "a run without stages"
-            for name, first in ((stored["name"], stored["first_step"]), (now.name, now.first_step))
-        )
-        raise UserError(
-            f"the checkpoint of step {step} belongs to {before}, and in this config to {after}: keep the names and"
-            " lengths of the stages that are done, or use a different --workdir"
-        )
+    stage = stage_after(stages, step)
+    if meta:
+        now, stored = stage_until(stages, step), meta["stage"]
+        if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
+            before, after = (
+                f"stage {name}, which starts after step {first}" if name else "a run without stages"
+                for name, first in (
+                    (stored["name"], stored["first_step"]),
+                    (now.name, now.first_step),
+                )
+            )
+            raise UserError(
+                f"the checkpoint of step {step} belongs to {before}, and in this config to {after}: keep the names and"
+                " lengths of the stages that are done, or use a different --workdir"
+            )
+    if stage.first_step < step < stage.end_step:
+        stage.source.resume(meta, meta["next_row"])
+    elif step < stage.end_step:
+        stage.source.resume({}, 0)
 
 
 def _check_gate(
@@ -383,7 +390,7 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored
     step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
-    check_position(stages, step, meta)
+    resume_data(stages, step, meta)
     stage = stage_after(stages, step)
     num_tokens = meta.get("num_tokens", num_tokens_until(stages, step))
     position = functools.partial(
@@ -407,7 +414,6 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         progress.log(line)
     if stage.config.rollouts.source:
         stage.source.train.check_digests(meta.get(ROLLOUTS, {}))
-    stage.source.resume(meta, meta["next_row"])
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = (
         step * stage.config.train.global_batch_size
@@ -568,13 +574,7 @@ def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
         evaluation of config.evals has no examples.
     """
     meta = check_latest(workdir / CHECKPOINTS_DIRECTORY, functools.partial(restore_target, stages))
-    if meta is not None:
-        check_position(stages, meta["step"], meta)
-    step = meta["step"] if meta else 0
-    stage = stage_after(stages, step)
-    is_resumed = meta is not None and step > stage.first_step
-    if step < stage.end_step:
-        stage.source.resume(meta if is_resumed else {}, meta["next_row"] if is_resumed else 0)
+    resume_data(stages, meta["step"] if meta else 0, meta or {})
     read_rows(workdir / METRICS_FILE)
     for stage in stages:
         if (evaluator := stage.evaluator) is not None and not evaluator.has_targets():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import grain
 import jax
@@ -95,6 +95,8 @@ class SourceShare(NamedTuple):
 class DataSource:
     """Training and held-out sequences, and their tokenizer."""
 
+    # Whether replicas get packed documents with equal work: the order in a step is not the source's.
+    is_balanced: ClassVar[bool] = False
     tokenizer: Tokenizer
     train: Sequences
     heldout: FiniteSequences | None = None  # None: the run does not evaluate
