@@ -38,8 +38,7 @@ from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, qua
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, other_format, read_json_file
-from jaxlc.models import quantized
-from jaxlc.models.quantized import MX_BLOCK, Mxfp4
+from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as I32, are of quantized weights.
@@ -166,19 +165,15 @@ class TensorFiles:
         Args:
           shape: of the whole array, which may differ from that in the file.
         Raises:
-          UserError: as `read`, or the array in the file has another size.
+          UserError: as `read`.
         """
-        stored = getattr(tensor, part)
-        if not isinstance(stored, StoredTensor):
-            return stored
-        if math.prod(stored.shape) != math.prod(shape):
-            raise UserError(
-                f"{stored.name} in {stored.path} has shape {list(stored.shape)}; its weight needs"
-                f" {math.prod(shape)} values: download it again"
-            )
-        array = self._read(replace(stored, shape=tuple(shape)), *slices)
-        is_mxfp4 = isinstance(tensor, Mxfp4Tensor)
-        if is_mxfp4 and part == "scales" and array.size and array.max() > _MAX_SCALE:
+        array = stored = getattr(tensor, part)
+        if isinstance(stored, StoredTensor):
+            array = self._read(replace(stored, shape=tuple(shape)), *slices)
+        is_infinite = array.dtype.kind == "f" and not _is_finite(array)
+        if part == "scales" and isinstance(tensor, Mxfp4Tensor):
+            is_infinite = array.max(initial=0) > _MAX_SCALE
+        if is_infinite:
             raise _not_finite(tensor)
         return array
 
@@ -203,14 +198,11 @@ def _is_finite(array: np.ndarray) -> bool:
     copy.
     """
     infinity, minus_infinity = np.array([np.inf, -np.inf], array.dtype)
+    signed, unsigned = (f"{kind}{array.dtype.itemsize}" for kind in "iu")
     return not array.size or bool(
-        _bits(array, "i").max() < _bits(infinity, "i")
-        and _bits(array, "u").max() < _bits(minus_infinity, "u")
+        array.view(signed).max() < infinity.view(signed)
+        and array.view(unsigned).max() < minus_infinity.view(unsigned)
     )
-
-
-def _bits(array: np.ndarray | np.generic, kind: str) -> np.ndarray | np.generic:
-    return array.view(f"{kind}{array.dtype.itemsize}")
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:
@@ -356,10 +348,24 @@ class Nf4Tensor(StoredTensor):
     offset: np.float32
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
-        """bfloat16: a part of the weight, all of which is read and dequantized."""
-        flat = [read(tensor).reshape(-1) for tensor in (self.codes, self.scales, self.maxima)]
-        weights = quantized.Nf4.shaped((*flat, self.offset), self.shape, (1, 1)).dequantized()
-        return np.asarray(weights).T[tuple(slices)]
+        """bfloat16: a part of the weight, from its blocks; from all if these cross rows."""
+        num_rows, num_columns = self.shape
+        if num_columns % BLOCK:
+            one_row = replace(self, shape=(1, num_rows * num_columns))
+            return one_row.read(read, ()).reshape(self.shape)[tuple(slices)]
+        rows, columns = (*slices, slice(None), slice(None))[:2]
+        start, stop, _ = columns.indices(num_columns)
+        first = start // BLOCK
+        last = -(-stop // BLOCK)
+        shape = num_rows, num_columns // BLOCK
+        stored = replace(self.codes, shape=(*shape, BLOCK // 2)), replace(self.scales, shape=shape)
+        codes, scales = (read(tensor, rows, slice(first, last)) for tensor in stored)
+        places = np.arange(math.prod(shape)).reshape(shape)[rows, first:last] // SCALES_BLOCK
+        factors = scale_values()[scales] * read(self.maxima).reshape(-1)[places] + self.offset
+        pairs = np.stack([codes >> shift & 15 for shift in Nf4.SHIFTS], axis=-1)
+        entries = Nf4.VALUES[pairs].reshape(*scales.shape, BLOCK) * factors[..., None]
+        weights = entries.astype(ml_dtypes.bfloat16).reshape(len(codes), -1)
+        return weights[:, start - first * BLOCK : stop - first * BLOCK]
 
 
 def _dequantized(
@@ -438,29 +444,32 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
     Raises:
       Unsupported: it has blocks of other sizes, scales that are not quantized, or another format.
+      UserError: a part has another size than the weight needs.
     """
     whole = {}
-    parts = set()
     for state_name in [name for name in tensors if name.endswith(_NF4_STATE)]:
         name = state_name.removesuffix(_NF4_STATE)
         state = json.loads(bytes(tensors[state_name].bytes))
         codes = tensors[name]
         absmax, nested, *maps = (tensors.get(name + part) for part in _NF4_PARTS)
         sizes = state.get("blocksize"), state.get("nested_blocksize"), codes.dtype
-        if (
-            absmax is None
-            or nested is None
-            or sizes != (quantized.BLOCK, quantized.SCALES_BLOCK, "U8")
-        ):
+        num_blocks, entries_over = divmod(math.prod(state["shape"]), BLOCK)
+        if absmax is None or nested is None or entries_over or sizes != (BLOCK, SCALES_BLOCK, "U8"):
             raise Unsupported(
-                f"unsupported: {name} in {codes.path} has (blocksize, nested_blocksize, storage) {sizes}; NF4 of"
-                f" bitsandbytes is read with ({quantized.BLOCK}, {quantized.SCALES_BLOCK}, 'U8'), which"
-                " bnb_4bit_use_double_quant=True gives; or use the weights in bfloat16"
+                f"unsupported: {name} in {codes.path} has (blocksize, nested_blocksize, storage) {sizes}, and shape"
+                f" {state['shape']}; NF4 of bitsandbytes is read with ({BLOCK}, {SCALES_BLOCK}, 'U8'), which"
+                f" bnb_4bit_use_double_quant=True gives, and whole blocks; or use the weights in bfloat16"
             )
-        for values, table in zip((quantized.Nf4.VALUES, quantized.scale_values()), maps):
+        needed = num_blocks * BLOCK // 2, num_blocks, -(-num_blocks // SCALES_BLOCK)
+        for part, size in zip((codes, absmax, nested), needed):
+            if math.prod(part.shape) != size:
+                raise UserError(
+                    f"{part.name} in {part.path} has shape {list(part.shape)}; its weight needs {size} values:"
+                    " download it again"
+                )
+        for values, table in zip((Nf4.VALUES, scale_values()), maps):
             if table is not None and not np.allclose(_mapped(table), values, rtol=0, atol=1e-6):
                 raise Unsupported(f"unsupported: {table.name} in {codes.path} is not that of NF4")
-        parts |= {state_name, *(name + part for part in _NF4_PARTS)}
         whole[name] = Nf4Tensor(
             path=codes.path,
             name=name,
@@ -471,6 +480,7 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             maxima=nested,
             offset=np.float32(state["nested_offset"]),
         )
+    parts = {name + part for name in whole for part in (_NF4_STATE, *_NF4_PARTS)}
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
 
 
@@ -483,12 +493,8 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     for name in names:
         blocks = tensors[name + BLOCKS]
         scales = tensors.get(name + SCALES)
-        if (
-            scales is None
-            or blocks.dtype != "U8"
-            or blocks.shape[:-1] != scales.shape
-            or len(scales.shape) != 3
-        ):
+        expected = () if scales is None else (*scales.shape, MX_BLOCK // 2)
+        if blocks.dtype != "U8" or len(expected) != 4 or blocks.shape != expected:
             continue
         experts, outputs, groups = scales.shape
         whole[name] = Mxfp4Tensor(

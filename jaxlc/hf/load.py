@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ from jaxlc.hf.files import (
 )
 from jaxlc.models import quantized
 from jaxlc.models.quantized import Nf4, Quantized, is_quantized
+from jaxlc.runtime.watchdog import problem_of_any_process
 
+T = TypeVar("T")
 Index = tuple[tuple[int, int, int], ...]  # (start, stop, 1) of each dimension
 
 
@@ -221,10 +223,15 @@ def load_params(
     files, layouts = open_files(directory, family, abstract_params, dims, model=model)
     abstract = _by_path(abstract_params)
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
-    for path, param in abstract.items():
-        loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
+
+    def load(path: str, param: Any) -> Any:
+        array = jax.block_until_ready(_load(files, layouts[path], param))
         if path == "embedding" and _HEAD in layouts:
-            _check_tied_head(files, _load(files, layouts[_HEAD], param), loaded[path])
+            _check_tied_head(files, _load(files, layouts[_HEAD], param), array)
+        return array
+
+    for path, param in abstract.items():
+        loaded[path] = _together(functools.partial(load, path, param))
         done += _num_bytes(param)
         if progress is not None:
             progress(done, total)
@@ -243,6 +250,20 @@ def load_params(
     if is_rounded:
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
+
+
+def _together(read: Callable[[], T]) -> T:
+    """What `read` returns; all processes raise an error if it fails in one, instead of waiting for
+    it. All of them call this function in the same order.
+    """
+    error = None
+    try:
+        result = read()
+    except UserError as raised:
+        error = raised
+    if problem := problem_of_any_process("weights", str(error or "")):
+        raise error or UserError(problem)
+    return result
 
 
 def open_files(
@@ -564,7 +585,7 @@ def _quantizer(
         def read(index: Index) -> np.ndarray:
             return read_shard(files, layout, ((layer, layer + 1, 1), *index[1:]), weights)
 
-        matrices, options = _from_shards(weights, read), {}
+        matrices, options = _together(lambda: _from_shards(weights, read)), {}
         if isinstance(param, Nf4):
             largest = np.asarray(largest_magnitudes(matrices))
             options["offset"] = largest.mean(-1, dtype=np.float64).astype(np.float32)

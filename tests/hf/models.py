@@ -6,12 +6,16 @@ model has an effect.
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+from jaxlc.models.quantized import BLOCK, SCALES_BLOCK, Nf4
 
 SMALL = dict(
     vocab_size=61,
@@ -1409,3 +1413,31 @@ def write_tokenizer(
         ),
     )
     (directory / "tokenizer.json").write_text(json.dumps(content))
+
+
+def write_nf4_model(directory: Path, **sizes) -> Path:
+    """A Llama model whose matrices of layers are in NF4, in one file with the names of bitsandbytes.
+
+    Args:
+      sizes: fields of config.json that differ from the case `llama`.
+    """
+    case = replace(CASES["llama"], config=CASES["llama"].config | sizes)
+    with mock.patch.dict(CASES, llama_nf4=case):
+        write_model(directory, "llama_nf4", num_files=1)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [x for x, y in tensors.items() if ".layers." in x and y.ndim == 2]:
+        weight = tensors[name]
+        codes, scales, maxima, offset = map(np.asarray, Nf4.of(jnp.array(weight.T), (1, 1)).arrays)
+        state = dict(blocksize=BLOCK, nested_blocksize=SCALES_BLOCK, nested_offset=float(offset))
+        state |= dict(quant_type="nf4", dtype="bfloat16", shape=weight.shape)
+        tensors |= {
+            name: codes.reshape(-1, 1),
+            f"{name}.absmax": scales.reshape(-1),
+            f"{name}.nested_absmax": maxima,
+            f"{name}.quant_state.bitsandbytes__nf4": np.array([*json.dumps(state).encode()], "u1"),
+        }
+    write_tensors(directory, tensors, num_files=1)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="bitsandbytes", load_in_4bit=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
@@ -22,7 +24,7 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests import helpers
 from tests.hf.comparison import config_of
-from tests.hf.models import write_model
+from tests.hf.models import write_model, write_nf4_model
 
 ROOT = Path(__file__).parents[2]
 SHAPE = dict(
@@ -131,55 +133,58 @@ def test_read_share_of_70b_model_is_bounded(tmp_path):
 
 
 MESH = dict(fsdp=2, context=2)
-# Loads a model with two devices of four, and compares its shards with those of one process. Prints what it read.
+# Loads a model with two devices of four, and compares its shards with those of one process. Prints what it read, or the
+# error.
 _ONE_OF_TWO_PROCESSES = """
 import sys
 from pathlib import Path
 import jax
-directory, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+directory, port, process_id, frozen = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process_id)
 import numpy as np
-from tests.hf.test_large_files import MESH, arrays_in_4_bits
+from jaxlc.core.errors import UserError
+from tests.hf.test_large_files import MESH, frozen_arrays
 
-arrays, line = arrays_in_4_bits(directory, MESH)
-expected = np.load(directory / "expected.npz")
-assert arrays.keys() == {*expected}
-for name, array in arrays.items():
-    for shard in array.addressable_shards:
-        np.testing.assert_array_equal(shard.data, expected[name][shard.index], err_msg=name)
-print(line)
+try:
+    arrays, line = frozen_arrays(directory, MESH, frozen)
+except UserError as error:
+    print("error:", error)
+else:
+    expected = np.load(directory / "expected.npz")
+    assert arrays.keys() == {*expected}
+    for name, array in arrays.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[name][shard.index], err_msg=name)
+    print(line)
 """
 
 
-def arrays_in_4_bits(directory: Path, mesh: dict) -> tuple[dict, str]:
-    """Codes, scales, maxima and offsets of frozen matrices, and what this process read."""
+def frozen_arrays(directory: Path, mesh: dict, frozen: str) -> tuple[dict, str]:
+    """Codes, scales, maxima and offsets of frozen matrices, or the matrices, and what this process
+    read.
+    """
     settings = config_of(directory, 64, mesh)
-    settings.precision.frozen = "nf4"
+    settings.precision.frozen = frozen
     settings.lora = dict(rank=2, projections=("query", "attention_projected"))
     config = load(settings)
     devices = jax.devices()[: config.mesh.num_devices]
     params, line = load_pretrained(build_step(config, make_mesh(config.mesh, devices)))
-    arrays = {
-        f"{path}/{name}": array
-        for path, x in paths_of(params)
-        if is_quantized(x)
-        for name, array in zip(x.NAMES, x.arrays)
-    }
+    arrays = {}
+    for path, x in paths_of(params):
+        if is_quantized(x):
+            arrays |= {f"{path}/{name}": array for name, array in zip(x.NAMES, x.arrays)}
+        elif frozen == "bf16" and x.dtype == jnp.bfloat16:
+            arrays[path] = x.view(jnp.uint16)  # numpy stores no bfloat16
     return arrays, line
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
-def test_two_processes_read_their_shards_and_quantize_as_one(case, tmp_path):
-    """Experts in NF4, and in MXFP4; shards cut blocks of 64."""
-    directory = write_model(tmp_path / "model", case, scale=3.0)
-    arrays, line = arrays_in_4_bits(directory, {})
-    np.savez(directory / "expected.npz", **arrays)
+def run_two_processes(directory: Path, frozen: str) -> list[str]:
+    """What each of two processes prints."""
     environment = os.environ | dict(XLA_FLAGS="--xla_force_host_platform_device_count=2")
     port = str(helpers.free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _ONE_OF_TWO_PROCESSES, str(directory), port, str(i)],
+            [sys.executable, "-c", _ONE_OF_TWO_PROCESSES, str(directory), port, str(i), frozen],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -188,12 +193,47 @@ def test_two_processes_read_their_shards_and_quantize_as_one(case, tmp_path):
         )
         for i in range(2)
     ]
-    whole = num_bytes_read(line)
+    outputs = []
     for process in processes:
         output, errors = process.communicate(timeout=helpers.TIMEOUT_SECONDS)
         assert process.returncode == 0, errors
-        # norms and biases are replicated
+        outputs.append(output)
+    return outputs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "frozen"), [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("nf4_files", "bf16")]
+)
+def test_two_processes_read_their_shards_and_have_the_values_of_one(case, frozen, tmp_path):
+    """Experts in NF4, and in MXFP4: shards cut blocks of 64. Of files in NF4, each process reads
+    and dequantizes its shards.
+    """
+    directory = tmp_path / "model"
+    if case == "nf4_files":
+        write_nf4_model(directory, hidden_size=256, intermediate_size=320)
+    else:
+        write_model(directory, case, scale=3.0)
+    arrays, line = frozen_arrays(directory, {}, frozen)
+    assert arrays
+    np.savez(directory / "expected.npz", **arrays)
+    whole = num_bytes_read(line)
+    for output in run_two_processes(directory, frozen):
+        # norms, biases and the maxima in NF4 files are replicated
         assert whole / 2 <= num_bytes_read(output) <= 0.52 * whole
+
+
+@pytest.mark.full
+def test_all_processes_raise_the_error_of_one_that_finds_nan_while_quantizing(tmp_path):
+    """The first half of the inputs is read by process 0, the others by process 1."""
+    directory, name = write_model(tmp_path / "model", "llama"), "model.layers.1.mlp.up_proj.weight"
+    (path,) = (x for x in directory.glob("*.safetensors") if name in load_file(x))
+    tensors = load_file(path)
+    tensors[name][3, -1] = np.nan
+    save_file(tensors, path)
+    error = f"error: {name} in {path} has NaN or infinite values"
+    for output in run_two_processes(directory, "nf4"):
+        assert output.splitlines()[-1].startswith(error), output
 
 
 def num_bytes_read(line: str) -> int:

@@ -34,6 +34,7 @@ from jaxlc.evals.evaluate_run import results_directory
 from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import layouts_of, left_out, paths_of, read_shard
 from jaxlc.models import decoder
+from jaxlc.models.quantized import Nf4
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
@@ -50,6 +51,7 @@ from tests.hf.models import (
     renamed,
     tensors_of,
     write_model,
+    write_nf4_model,
     write_tensors,
 )
 from tests.models.plain_rope import with_rope
@@ -1555,6 +1557,55 @@ def test_load_of_weights_that_are_not_finite_names_tensor_and_file(dtype, value,
         UserError, match=rf"^{name} in {directory}/model.safetensors has NaN or infinite"
     ):
         loaded(directory)
+
+
+@pytest.mark.parametrize("sizes", [dict(hidden_size=128, intermediate_size=320), {}])
+def test_parts_of_weights_in_nf4_equal_those_of_the_whole(sizes, tmp_path):
+    """Blocks of 64 are in one row; and in the small model, in several. Of the first, only the blocks
+    of a part are read.
+    """
+    files = TensorFiles(write_nf4_model(tmp_path / "model", **sizes))
+    tensor = files.tensors["model.layers.1.mlp.down_proj.weight"]
+    arrays = [x.bytes for x in (tensor.codes, tensor.scales)]
+    arrays += [tensor.maxima.bytes.view(np.float32), tensor.offset]
+    whole = np.asarray(Nf4.shaped(arrays, tensor.shape, (1, 1)).dequantized()).T
+    rows, columns = tensor.shape
+    cuts = slice(None), slice(0, 64), slice(10, 30), slice(columns - 70, columns), slice(7, 7)
+    for part in itertools.product((slice(None), slice(rows // 4, rows // 2)), cuts):
+        read = files.read(tensor.name, *part)
+        assert read.dtype == whole.dtype and (read == whole[part]).all()
+    np.testing.assert_array_equal(files.read(tensor.name), whole)
+    if sizes:
+        before = files.bytes_read
+        files.read(tensor.name, slice(0, rows // 4), slice(64, 160))
+        blocks = rows // 4 * 2
+        assert files.bytes_read - before == blocks * (32 + 1) + tensor.maxima.bytes.size
+
+
+@pytest.mark.parametrize("frozen", ["nf4", "bf16"])
+@pytest.mark.parametrize("part", ["nested_absmax", "quant_state.bitsandbytes__nf4"])
+def test_load_of_nf4_files_with_nan_in_scales_names_tensor_and_file(part, frozen, tmp_path):
+    directory, name = write_nf4_model(tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+
+    def change(tensors):
+        if part == "nested_absmax":
+            tensors[f"{name}.{part}"][0] = np.nan
+        else:
+            state = json.loads(bytes(tensors[f"{name}.{part}"])) | dict(nested_offset=np.nan)
+            tensors[f"{name}.{part}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        return tensors
+
+    rewrite(directory, change)
+    config = config_of(directory, **{"precision.frozen": frozen, "lora.rank": 2})
+    with pytest.raises(UserError, match=rf"^{name} in {directory}/.* has NaN or infinite"):
+        load_pretrained(build_step(config, make_mesh(config.mesh, jax.devices()[:1])))
+
+
+def test_nf4_files_with_missing_codes_are_refused(tmp_path):
+    directory, name = write_nf4_model(tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    rewrite(directory, lambda x: x | {name: x[name][:-32]})
+    with pytest.raises(UserError, match=rf"^{name} in .* has shape .* needs 768 values: download"):
+        TensorFiles(directory)
 
 
 def test_load_config_json_that_changed_since_raises(tmp_path):
