@@ -4,14 +4,15 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags, VerbFlags
+from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.settings import hint_at
-from jaxlc.config.values import Above0, Above0UpTo1, From1
+from jaxlc.config.values import Above0, From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
 from jaxlc.core.text import print_to_stderr, progress_lines
@@ -31,25 +32,16 @@ class ModelFlags(VerbFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingFlags(ModelFlags):
+class SamplingFlags(SamplingSettings, ModelFlags):
     """The flags of the verbs that sample a text."""
 
-    temperature: float = 0.0  # 0: greedy
-    top_p: Above0UpTo1[float] = 1.0  # sample from the likeliest tokens of this probability
-    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
-    # sample from tokens with at least this fraction of the largest probability; 0: from all
-    min_p: float = 0.0
-    # positive logits of tokens that occurred are divided by it, negative ones multiplied; 1: none
-    repetition_penalty: Above0[float] = 1.0
-    seed: int = 0  # random seed of sampling
     step: int | None = None  # checkpoint to use; default: the latest
     adapter: str = ""  # directory of peft with LoRA adapters of the Hugging Face model SOURCE
 
 
-def sampling_settings(flags: SamplingFlags) -> dict[str, Any]:
-    """The arguments of `Sampling`."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    return {name: vars(flags)[name] for name in names}
+def settings_in(flags: Any, part: type) -> dict[str, Any]:
+    """The flags that are fields of `part`, such as `SamplingSettings`."""
+    return {field.name: getattr(flags, field.name) for field in fields(part)}
 
 
 @dataclass(frozen=True, kw_only=True)

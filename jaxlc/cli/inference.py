@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,11 +25,11 @@ from jaxlc.cli.flags import (
     SamplingFlags,
     import_jax,
     mesh_sizes,
-    sampling_settings,
+    settings_in,
 )
 from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.config.schema import EvalSettings
+from jaxlc.config.schema import EvalSettings, SamplingSettings
 from jaxlc.config.values import Above0, From1, Tokens
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import (
@@ -74,7 +74,7 @@ def _generate(command: ParsedCommand[GenerateFlags]) -> int:
         flags.source,
         text,
         max_tokens=flags.max_tokens,
-        **sampling_settings(flags),
+        **settings_in(flags, SamplingSettings),
         stop=flags.stop or [],
         step=flags.step,
         mesh=mesh_sizes(flags.mesh),
@@ -139,7 +139,7 @@ def _chat(command: ParsedCommand[ChatFlags]) -> int:
             flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh), adapter=flags.adapter
         ),
         system=flags.system,
-        sampling=Sampling(**sampling_settings(flags)),
+        sampling=Sampling(**settings_in(flags, SamplingSettings)),
         max_tokens=flags.max_tokens,
         max_context=flags.max_context,
         chat_template=flags.chat_template,
@@ -217,9 +217,7 @@ def _eval(command: ParsedCommand[EvalFlags]) -> int:
             "no --lengths: pass context lengths in tokens, such as --lengths=4096,65536"
         )
     _start_simulated(flags)
-    settings = eval_settings(
-        {field.name: getattr(flags, field.name) for field in fields(EvalSettings)}
-    )
+    settings = eval_settings(settings_in(flags, EvalSettings))
     import_jax()
     from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
     from jaxlc.evals.figures import draw_maps, draw_overlays

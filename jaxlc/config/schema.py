@@ -14,6 +14,7 @@ from jaxlc.config.values import (
     Above0,
     Above0UpTo1,
     Above1,
+    Below2To32,
     Between0And1,
     From0Below1,
     From0UpTo1,
@@ -381,6 +382,25 @@ RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are chosen; also the flags of the verbs that sample a text."""
+
+    temperature: float = (
+        0.0  # logits are divided by it; 0: greedy, the token with the largest logit
+    )
+    # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
+    top_p: Above0UpTo1[float] = 1.0
+    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
+    # sample from tokens with at least this fraction of the largest probability (Nguyen et al. 2024,
+    # arXiv:2407.01082); 0: from all
+    min_p: From0UpTo1[float] = 0.0
+    # positive logits of tokens of the prompt and the text are divided by it, negative ones multiplied (Keskar et al.
+    # 2019, arXiv:1909.05858); log-probabilities are of these logits. 1: none
+    repetition_penalty: Above0[float] = 1.0
+    seed: Below2To32[int] = 0  # random seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,6 +244,7 @@ Above0UpTo1 = Annotated[Number, Range("greater than 0 and at most 1", lambda x: 
 From0Below1 = Annotated[Number, Range("at least 0 and less than 1", lambda x: 0 <= x < 1)]
 Between0And1 = Annotated[Number, Range("greater than 0 and less than 1", lambda x: 0 < x < 1)]
 From0UpTo1 = Annotated[Number, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
+Below2To32 = Annotated[Number, Range("from 0 to 2^32 - 1", lambda x: 0 <= x < 2**32)]
 UpTo0 = Annotated[Number, Range("at most 0", lambda x: x <= 0)]
 ZeroOrAbove1 = Annotated[Number, Range("0 or greater than 1", lambda x: x == 0 or x > 1)]
 ZeroOrFrom2 = Annotated[Number, Range("0 or at least 2", lambda x: x == 0 or x > 1)]

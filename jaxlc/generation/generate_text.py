@@ -391,7 +391,7 @@ class Conversation:
             )
         num_kept = self._rewind(ids)
         self.num_prefilled = len(ids) - num_kept
-        logits_BV = self._batch.extend(ids[num_kept:])
+        logits_BV = self._batch.extend([ids[num_kept:]] * self._batch.num_sequences)
         self._ids = ids
         self._keep_states()
         output = Output(self._generator.tokenizer, stop, stop_ids, max_tokens, ids)

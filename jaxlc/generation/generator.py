@@ -404,7 +404,7 @@ class Generator:
         indices_P = np.array(range(len(prompts)) if indices is None else indices, np.int32)
         is_shown = shows_progress and jax.process_index() == 0
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
-            logits_BV = jax.block_until_ready(batch.prefill(progress))
+            logits_BV = jax.block_until_ready(batch.extend(progress=progress))
         outputs = [
             Output(self.tokenizer, stop, stop_ids, limit, prompt)
             for limit, prompt in zip(limits, prompts)
@@ -463,45 +463,40 @@ class Batch:
         self._generator, cached_step = generator, generator.cached_step
         num_padding = cached_step.padded_batch_size(len(prompts)) - len(prompts)
         self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
+        self.num_sequences = len(self._prompts)
         longest = max(map(len, prompts))
         self._layout = layout = layout_for(longest + max_tokens, generator.mesh)
         self._chunk_tokens = cached_step.prefill_tokens(longest, chunk_tokens)
         self._step, self._tables = generator.step(layout), generator.tables(layout, self._prompts)
-        self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
-        self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
-        self._seen_BV = np.zeros((len(self._prompts), generator.config.model.vocab_size), bool)
+        self._cache = empty_cache(cached_step.abstract_cache(layout, self.num_sequences))
+        self._num_tokens_B = np.zeros(self.num_sequences, np.int32)  # in the cache
+        self._seen_BV = np.zeros((self.num_sequences, generator.config.model.vocab_size), bool)
         self._recorded: list[tuple[Any, np.ndarray]] = []  # experts, and new tokens, of each call
 
-    def prefill(self, progress: Update = no_progress) -> jax.Array:
-        """Runs all prompts; returns the logits of the first new token, float32 [B, V]."""
+    def extend(
+        self, prompts: Sequence[np.ndarray] = (), progress: Update = no_progress
+    ) -> jax.Array:
+        """Appends a prompt to each sequence, at first those of the batch; returns the logits of the
+        next token, float32 [B, V].
+        """
+        prompts, size = prompts or self._prompts, self._chunk_tokens
         logits_BV = previous_BV = None
-        lengths_B = np.array([len(prompt) for prompt in self._prompts], np.int32)
-        for first in range(0, int(lengths_B.max()), self._chunk_tokens):
-            new_B = np.clip(lengths_B - first, 0, self._chunk_tokens)
-            chunk_logits_BV = self._run(
-                [prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B
-            )
+        self._recorded.clear()
+        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+        for first in range(0, int(lengths_B.max()), size):
+            new_B = np.clip(lengths_B - first, 0, size)
+            chunk_logits_BV = self._run([x[first : first + size] for x in prompts], new_B)
             # the devices compute this chunk while the next one is prepared
             if previous_BV is not None:
                 previous_BV.block_until_ready()
                 progress(first, int(lengths_B.max()))
             previous_BV = chunk_logits_BV
-            ends_B1 = ((new_B > 0) & (lengths_B <= first + self._chunk_tokens))[:, None]
+            ends_B1 = ((new_B > 0) & (lengths_B <= first + size))[:, None]
             logits_BV = (
                 chunk_logits_BV
                 if logits_BV is None
                 else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
             )
-        return logits_BV
-
-    def extend(self, ids: np.ndarray) -> jax.Array:
-        """Appends the same tokens to each sequence; returns the logits of the next one."""
-        self._recorded.clear()
-        size, num_sequences = self._chunk_tokens, len(self._prompts)
-        for first in range(0, len(ids), size):
-            chunk = ids[first : first + size]
-            new_B = np.full(num_sequences, len(chunk), np.int32)
-            logits_BV = self._run([chunk] * num_sequences, new_B)
         return logits_BV
 
     def rewind(self, ids: np.ndarray) -> None:
@@ -549,7 +544,7 @@ class Batch:
         if sampling.repetition_penalty != 1:
             penalty = np.float32(sampling.repetition_penalty)
             logits_BV = penalized(logits_BV, self._seen_BV, penalty)
-        padded_B = np.pad(indices_P, (0, len(self._prompts) - len(indices_P)))
+        padded_B = np.pad(indices_P, (0, self.num_sequences - len(indices_P)))
         indices_B = np.stack([padded_B, self._num_tokens_B])
         return jax.device_get(
             choose_tokens(

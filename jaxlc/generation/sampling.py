@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlc.config.schema import SamplingSettings
+from jaxlc.config.values import out_of_range
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
@@ -119,25 +121,13 @@ class TextStream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(SamplingSettings):
     """How tokens are chosen.
 
     Raises:
-      UserError: a value is out of range.
+      UserError: a value is out of range, or has no effect.
     """
 
-    # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
-    temperature: float = 0.0
-    # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
-    top_p: float = 1.0
-    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
-    # sample from tokens with at least this fraction of the largest probability (Nguyen et al. 2024,
-    # arXiv:2407.01082); 0: from all
-    min_p: float = 0.0
-    # positive logits of tokens of the prompt and the text are divided by it, negative ones multiplied (Keskar et al.
-    # 2019, arXiv:1909.05858); log-probabilities are of these logits. 1: none
-    repetition_penalty: float = 1.0
-    seed: int = 0
     # Log-probabilities are of the logits divided by the temperature; False: of the logits.
     scales_log_probs: bool = False
 
@@ -147,32 +137,14 @@ class Sampling:
         return self.temperature <= 1e-5
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise UserError(
-                f"invalid value {self.temperature} for temperature: expected 0 (greedy) or more"
-            )
-        if not 0 < self.top_p <= 1:
-            raise UserError(
-                f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1"
-            )
-        if self.top_k < 0:
-            raise UserError(
-                f"invalid value {self.top_k} for top_k: expected 0 (all tokens) or more"
-            )
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"invalid value {self.min_p} for min_p: expected 0 to 1")
-        if not self.repetition_penalty > 0:
-            raise UserError(
-                f"invalid value {self.repetition_penalty} for repetition_penalty: expected more than 0"
-            )
-        for name, default in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-            if vars(self)[name] != default and self.is_greedy:
+        for name, value, allowed in out_of_range(self):
+            raise UserError(f"invalid value {value} for {name}: expected {allowed}")
+        for name in ("top_p", "top_k", "min_p"):
+            if self.is_greedy and vars(self)[name] != getattr(SamplingSettings, name):
                 raise UserError(
                     f"{name}={vars(self)[name]} has no effect with temperature={self.temperature}, which is greedy;"
                     " set a temperature, such as 0.7"
                 )
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"invalid value {self.seed} for seed: expected 0 to 2^32 - 1")
 
 
 @jax.jit

@@ -165,22 +165,12 @@ class Nf4(Quantized):
         blocks, largest = _blocks(weights, sizes), largest_magnitudes(weights, sizes)
         offset = largest.mean(-1) if offset is None else offset
         normed = blocks * (1 / jnp.maximum(largest, _TINY)).reshape(*blocks.shape[:-1], 1)
-        codes = _codes(normed, _NF4_VALUES)
-        arrays = codes[..., ::2] << 4 | codes[..., 1::2], *_quantized_scales(largest, offset)
-        return cls.shaped((*arrays, offset), _as_stored(weights, sizes).shape, sizes)
-
-    @classmethod
-    def shaped(cls, arrays: Any, shape: tuple[int, ...], sizes: tuple[int, int]) -> "Nf4":
-        """From flat codes and scales [stack..., n].
-
-        Args:
-          shape: [stack..., outputs..., inputs...] of the matrices.
-        """
-        codes, scales, *others = arrays
-        *before, last = shape
+        *before, last = _as_stored(weights, sizes).shape
+        codes = _codes(normed, cls.VALUES).reshape(*before, last)
+        scales, maxima = _quantized_scales(largest, offset)
         if last % BLOCK == 0:
             scales = scales.reshape(*before, last // BLOCK)
-        return cls((codes.reshape(*before, last // 2), scales, *others), sizes)
+        return cls((codes[..., ::2] << 4 | codes[..., 1::2], scales, maxima, offset), sizes)
 
     def factors(self) -> jax.Array:
         codes, scales, maxima, offset = self.arrays

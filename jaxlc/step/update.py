@@ -104,20 +104,16 @@ def make_optimizer(
     def where(condition: Callable[[tuple[str, ...]], bool]) -> Any:
         return jax.tree.map(condition, dims, is_leaf=lambda x: isinstance(x, tuple))
 
-    moments = dict(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    scales = [optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)]
     if config.name == "muon":
-        optimizer = optax.chain(
-            optax.masked(scale_by_muon(config, dims, mesh), where(is_layer_matrix)),
-            optax.masked(
-                optax.scale_by_adam(**moments), where(lambda names: not is_layer_matrix(names))
-            ),
-            optax.add_decayed_weights(config.weight_decay, where(decays)),
-            optax.scale_by_learning_rate(schedule),
-        )
-    else:
-        optimizer = optax.adamw(
-            schedule, **moments, weight_decay=config.weight_decay, mask=where(decays)
-        )
+        others = where(lambda names: not is_layer_matrix(names))
+        muon = optax.masked(scale_by_muon(config, dims, mesh), where(is_layer_matrix))
+        scales = [muon, optax.masked(*scales, others)]
+    optimizer = optax.chain(
+        *scales,
+        optax.add_decayed_weights(config.weight_decay, where(decays)),
+        optax.scale_by_learning_rate(schedule),
+    )
     if not config.max_grad_norm:
         return optax.with_extra_args_support(optimizer)
     return optax.chain(_clip_by_given_norm(config.max_grad_norm), optimizer)
@@ -156,11 +152,9 @@ def scale_by_muon(
     def update(gradients, state: MuonState, params=None):
         del params
 
-        def mean(old, new):
-            return jax.tree.map(lambda m, g: m + (1 - config.momentum) * (g - m), old, new)
-
-        momentum = mean(state.momentum, gradients)
-        directions = jax.tree.map(lambda g, m: g + config.momentum * (m - g), gradients, momentum)
+        beta, momentum = config.momentum, state.momentum
+        momentum = jax.tree.map(lambda m, g: m + (1 - beta) * (g - m), momentum, gradients)
+        directions = jax.tree.map(lambda g, m: g + beta * (m - g), gradients, momentum)
         updates = jax.tree.map(
             lambda x, names: x if is_masked(x) else _orthogonalized(x, names, config, mesh),
             directions,

@@ -114,7 +114,7 @@ def _assert_equals_forward_pass(config, model, one_device):
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(sequences, num_decoded)]
     batch = Batch(generator, prompts, max_tokens=NUM_DECODED, chunk_tokens=64)
     progress = []
-    logits = [np.asarray(batch.prefill(lambda *done: progress.append(done)))]
+    logits = [np.asarray(batch.extend(progress=lambda *done: progress.append(done)))]
     longest = max(map(len, prompts))
     assert progress == [(first, longest) for first in range(64, longest, 64)]
     for index in range(NUM_DECODED):

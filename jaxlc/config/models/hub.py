@@ -20,7 +20,7 @@ from jaxlc.core.text import Update, progress_lines
 # config, tokenizer and chat template: some megabytes
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-WEIGHT_FILES = ("*.safetensors",)
+MODEL_FILES = (*DESCRIPTION_FILES, "*.safetensors")
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 DATASET_PREFIX = "hub:"
 _DATASET = re.compile(rf"{DATASET_PREFIX}({_MODEL_ID.pattern})(?:@([^/@]+))?(?:/([^/]+)/([^/]+))?")
@@ -36,26 +36,16 @@ def is_model_id(name: str) -> bool:
     return _MODEL_ID.fullmatch(name) is not None and not is_path
 
 
-def download(repo_id: str, what: str, *, with_weights: bool) -> Path:
-    """The directory of the model in the cache of the hub; downloads the files that the cache lacks.
+def download(repo_id: str, setting: str, patterns: Sequence[str]) -> Path:
+    """The directory of a model in the cache of the hub; downloads the files that the cache lacks.
 
     Args:
       repo_id: ORGANIZATION/NAME.
-      what: the setting or argument that names it, for errors.
-      with_weights: False: the description of the model only.
+      setting: the setting or argument that names it, for errors.
+      patterns: of the names of files, such as `DESCRIPTION_FILES`.
     Raises:
       UserError: the package is missing, the hub cannot be reached, or it has no such model.
     """
-    patterns = [*DESCRIPTION_FILES, *(WEIGHT_FILES if with_weights else ())]
-    return _download(repo_id, patterns, what, "model")
-
-
-def download_tokenizer(repo_id: str) -> Path:
-    """The directory with the tokenizer files of the model `repo_id`, as `download`."""
-    return _download(repo_id, TOKENIZER_FILES, "data.tokenizer", "tokenizer")
-
-
-def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) -> Path:
     errors.require("huggingface_hub", f"{setting} {repo_id!r}, which is not a path that exists,")
     import huggingface_hub
 
@@ -64,8 +54,8 @@ def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) ->
             return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # of the package, of its HTTP client, and OSError
         raise UserError(
-            f"cannot download {setting} {repo_id!r}: {_reason(error, 'model')}; or download the {what} elsewhere and"
-            " pass its directory"
+            f"cannot download {setting} {repo_id!r}: {_reason(error, 'model')}; or download it elsewhere and pass its"
+            " directory"
         ) from error
 
 
@@ -105,7 +95,7 @@ def prepare_push(repo_id: str, *, public: bool) -> None:
     try:
         api.create_repo(repo_id, private=not public, exist_ok=True)
         api.auth_check(repo_id, write=True)
-    except Exception as error:  # as in `_download`
+    except Exception as error:  # as in `download`
         raise UserError(
             f"cannot write to {repo_id} of the hub: {_reason(error, 'model')}; use a token that may write to it"
         ) from error
@@ -123,7 +113,7 @@ def push(directory: Path, repo_id: str, message: str) -> None:
         huggingface_hub.HfApi().upload_folder(
             repo_id=repo_id, folder_path=directory, commit_message=message, delete_patterns="*"
         )
-    except Exception as error:  # as in `_download`
+    except Exception as error:  # as in `download`
         raise UserError(
             f"{directory} is written, and its upload to {repo_id} failed, which is as before, or without files if it is"
             f" new: {_reason(error, 'model')}; upload it with `hf upload {repo_id} {directory}`"
@@ -150,17 +140,14 @@ class Dataset(NamedTuple):
         return cls(repo_id, unquote(revision or "main"), subset or "", split or "")
 
     @property
-    def is_pinned(self) -> bool:
-        return _COMMIT.fullmatch(self.revision) is not None
-
-    @property
     def root(self) -> str:
         """URL of fsspec."""
         return f"hf://datasets/{self.repo_id}@{self.revision}/"
 
     def commit(self) -> str:
         """The commit of the revision; the same one while a process lives."""
-        return self.revision if self.is_pinned else _commit(self.repo_id, self.revision)
+        is_commit = _COMMIT.fullmatch(self.revision) is not None
+        return self.revision if is_commit else _commit(self.repo_id, self.revision)
 
 
 @functools.cache
@@ -207,7 +194,7 @@ def dataset_files(name: str, setting: str, *, is_streamed: bool = False) -> list
         return files
     except UserError as error:
         raise UserError(f"{setting} {name!r}: {error}") from error
-    except Exception as error:  # as in `_download`
+    except Exception as error:  # as in `download`
         raise UserError(
             f"cannot download {setting} {name!r}: {_reason(error, 'data set')}; or download its files elsewhere"
         ) from error
@@ -218,9 +205,11 @@ def pin_advice(names: Iterable[str], setting: str) -> Iterator[str]:
     for name in names:
         if name.startswith(DATASET_PREFIX):
             asked = Dataset.parse(name, setting)
-            if not asked.is_pinned:
-                pinned = f"{DATASET_PREFIX}{asked.repo_id}@{asked.commit()}"
-                yield f"{setting}: {name} is {pinned} now: name this commit to have the same files later"
+            if (commit := asked.commit()) != asked.revision:
+                yield (
+                    f"{setting}: {name} is {DATASET_PREFIX}{asked.repo_id}@{commit} now: name this commit to have the"
+                    " same files later"
+                )
 
 
 def _paths_of(asked: Dataset) -> list[str]:

@@ -150,7 +150,9 @@ def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
     path = local_path(name)
     if not path.exists():
         if hub.is_model_id(name):
-            return hub.download(name, what, with_weights=with_weights)
+            return hub.download(
+                name, what, hub.MODEL_FILES if with_weights else hub.DESCRIPTION_FILES
+            )
         near = nearest_path(path) or nearest_path("runs" / path)
         raise _no_model(name, what, f"no such directory{f', did you mean {near}?' if near else ''}")
     has_model = any((path / name).exists() for name in (CONFIG_FILE, "checkpoints", "meta"))

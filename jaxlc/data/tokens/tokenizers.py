@@ -511,7 +511,7 @@ def tokenizer_file(name: str) -> Path:
     """
     path = local_path(name)
     if not path.exists() and hub.is_model_id(name) and not name.endswith(".json"):
-        path = hub.download_tokenizer(name)
+        path = hub.download(name, "data.tokenizer", hub.TOKENIZER_FILES)
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import jax
@@ -240,19 +240,18 @@ class Progress:
             source = " (from the cache)" if came_from_cache() else ""
         self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s{source}")
 
-    @contextmanager
-    def progress_bar(self, what: str) -> Iterator[Update]:
+    def progress_bar(self, what: str) -> AbstractContextManager[Update]:
         """Shows a progress bar, or lines in a file; yields a function (done, total) that updates
         it.
         """
-        if not self._is_live and self._notebook is None:
-            with progress_lines(what, is_shown=not self._console.quiet, log=self.log) as update:
-                yield update
-            return
         if self._notebook is not None:
-            with self._notebook.activity(what) as set_progress:
-                yield set_progress
-            return
+            return self._notebook.activity(what)
+        if self._is_live:
+            return self._live_bar(what)
+        return progress_lines(what, is_shown=not self._console.quiet, log=self.log)
+
+    @contextmanager
+    def _live_bar(self, what: str) -> Iterator[Update]:
         bar = self._bars.add_task(what, total=None)
         try:
             yield lambda done, total: self._bars.update(bar, completed=done, total=total)
