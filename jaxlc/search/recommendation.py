@@ -172,7 +172,8 @@ def recommend(
       end_seconds: the search ends at this time of `clock`, without candidates in progress.
       log: called with lines that report progress.
     Raises:
-      UserError: no mesh of the GPUs divides model, sequence and batch.
+      UserError: no mesh of the GPUs divides model, sequence and batch; or the time is over before all combinations are
+        estimated.
     """
     pool: list[Candidate] = []
     is_over: IsOver = lambda rows: clock() >= end_seconds  # noqa: E731
@@ -181,8 +182,11 @@ def recommend(
             rates = Rates(part, roofline)
             for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
                 for candidate in candidates(config, rates, seq_len):
-                    if pool and is_over(()):
-                        break
+                    if is_over(()):
+                        raise UserError(
+                            f"the time was over before all combinations were estimated, {len(pool):,} that may fit so"
+                            " far: use a larger --search_minutes"
+                        )
                     if candidate.estimate.fits(part, working_ratio=0.0):
                         pool.append(candidate)
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):

@@ -108,6 +108,21 @@ def test_check_beta_of_1_raises(name):
         ("optimizer", dict(schedule="wsd"), ["needs config.optimizer.decay_steps"]),
         (
             "optimizer",
+            dict(schedule="constant", final_learning_rate_ratio=0.0),
+            ["final_learning_rate_ratio=0.0 has no effect", "schedule='constant'"],
+        ),
+        (
+            "data",
+            dict(eval_chat_format="messages"),
+            ["eval_chat_format='messages' has no effect without config.data.eval_sources"],
+        ),
+        (
+            "data",
+            dict(stream_cache_gib=3.0),
+            ["stream_cache_gib=3.0 has no effect", "stream=True"],
+        ),
+        (
+            "optimizer",
             dict(schedule="wsd", decay_steps=91),
             ["warmup_steps=10 and decay_steps=91", "train.steps=100", "101 steps or more"],
         ),

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -578,6 +579,20 @@ def recommend_longest(gpus):
         clock=lambda: float(bool(compiled)),
     )
     return result.search.best[0][1]["seq_len"], compiled
+
+
+def test_recommend_out_of_time_while_it_estimates_raises():
+    """The best of some of the combinations is no advice."""
+    config, ticks = load(model("llama3.2-1b")), itertools.count()
+    with pytest.raises(UserError, match=r"over before all combinations .* --search_minutes"):
+        recommend(
+            config,
+            topology("h100:1x2"),
+            StubCompiler({}),
+            roofline=Roofline(),
+            end_seconds=3,
+            clock=lambda: next(ticks),
+        )
 
 
 def test_recommend_longest_compiles_the_longest_sequence():

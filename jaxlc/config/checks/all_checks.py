@@ -470,7 +470,10 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
                 f" fit into config.{setting}={steps}; shorten them or train for"
                 f" {optimizer.warmup_steps + optimizer.decay_steps} steps or more"
             )
-    elif optimizer.decay_steps:
+    if optimizer.schedule == "constant":
+        reason = "with config.optimizer.schedule='constant'; remove it"
+        yield from without_effect("optimizer", optimizer, ("final_learning_rate_ratio",), reason)
+    if optimizer.decay_steps and optimizer.schedule != "wsd":
         yield (
             f"config.optimizer.decay_steps={optimizer.decay_steps} has no effect with config.optimizer.schedule="
             f"{optimizer.schedule!r}, which has no separate decay; use --config.optimizer.schedule=wsd with it, or set"
@@ -503,6 +506,14 @@ def _data_problems(config: Config) -> Iterator[str]:
             "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source, or"
             " clear them with --config.data.sources="
         )
+    if not config.data.eval_sources:
+        reason = "without config.data.eval_sources, since held-out chats are read as those of training; remove it"
+        yield from without_effect(
+            "data", config.data, ("eval_chat_format", "eval_chat_field"), reason
+        )
+    if not config.data.stream:
+        reason = "without --config.data.stream=True; set it, or remove this"
+        yield from without_effect("data", config.data, ("stream_cache_gib",), reason)
     names = [source.name for source in config.data.mixture]
     if names and all(source.share == 0 for source in config.data.mixture):
         yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
