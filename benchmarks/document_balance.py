@@ -22,10 +22,11 @@ from jaxlc.core import plot_style
 from jaxlc.data.sequences.packing import best_fit
 from jaxlc.data.texts.sources import PYTHON_STDLIB, list_files
 from jaxlc.plan.packing_estimates import mix_of_lengths
+from jaxlc.sharding.document_balance import pairs_by_rank, sequence_pieces, tokens_by_rank
 from jaxlc.sharding.document_layout import (
     by_ring_step,
     chained_order,
-    document_layout,
+    document_order,
     ring_cost,
     zigzag_order,
 )
@@ -97,12 +98,26 @@ def best_order_ring_work(lengths: np.ndarray, num_tokens: int, context: int) -> 
     return min((zigzag_ring_work(order, num_tokens, context) for order in orders), key=ring_cost)
 
 
+def sharded_work(lengths: np.ndarray) -> tuple[np.ndarray, int]:
+    """As `zigzag_ring_work`, with per-document sharding; and the most tokens of a rank that other
+    ranks need.
+    """
+    segments_T = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    segments_T = np.pad(segments_T, (0, TOKENS - len(segments_T)))
+    order_T = document_order(segments_T, CONTEXT)
+    pieces = sequence_pieces(segments_T, order_T, CONTEXT, np.zeros_like(order_T))
+    tokens_RD = tokens_by_rank(pieces, len(lengths), CONTEXT, 1)[0]
+    is_shared_D = (tokens_RD > 0).sum(axis=0) > 1
+    num_shared = int(tokens_RD[:, is_shared_D].sum(axis=1).max())
+    return by_ring_step(pairs_by_rank(pieces, CONTEXT, 1)[0]), num_shared
+
+
 def ring_works(lengths: np.ndarray) -> list[np.ndarray]:
     """The ring work of a sequence with each of `_ORDERS`."""
     return [
         zigzag_ring_work(lengths, TOKENS, CONTEXT),
         best_order_ring_work(lengths, TOKENS, CONTEXT),
-        document_layout(lengths, TOKENS, CONTEXT).ring_work,
+        sharded_work(lengths)[0],
     ]
 
 
@@ -135,9 +150,9 @@ def table() -> Iterator[str]:
             f"{mean:.3f} ({worst:.3f})"
             for mean, worst in zip(costs.mean(axis=0), costs.max(axis=0))
         )
-        layouts = [document_layout(lengths, TOKENS, CONTEXT) for lengths in sequences]
-        num_complete = sum(layout.ring_work.any(axis=1).all() for layout in layouts)
-        shared = np.mean([layout.num_shared_tokens for layout in layouts]) * CONTEXT / TOKENS
+        works, num_shared = zip(*map(sharded_work, sequences))
+        num_complete = sum(work.any(axis=1).all() for work in works)
+        shared = np.mean(num_shared) * CONTEXT / TOKENS
         yield f"| {name} ({len(sequences)}) | {' | '.join(cells)} | {num_complete} | {shared:.0%} |"
 
 

@@ -12,8 +12,7 @@ import numpy as np
 class Assignment:
     """A candidate: documents with their ranks. Documents are numbered by descending length here."""
 
-    documents: np.ndarray  # int64 [documents]: their indices in the sequence, by descending length
-    lengths: np.ndarray  # int64 [documents]
+    lengths: np.ndarray  # int64 [documents], descending
     begins: np.ndarray  # int64 [documents]: offsets in the sequence
     rank_tokens: int
     unit: int
@@ -37,9 +36,9 @@ class Assignment:
         Args:
           in_sequence: the other documents are placed one after the other, and cut where the space of a rank ends.
         """
-        documents = np.argsort(-lengths, kind="stable")
-        begins = (np.cumsum(lengths) - lengths)[documents]
-        lengths = lengths[documents]
+        order = np.argsort(-lengths, kind="stable")
+        begins = (np.cumsum(lengths) - lengths)[order]
+        lengths = lengths[order]
         sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
         cuts = []
         if in_sequence:
@@ -48,7 +47,6 @@ class Assignment:
         else:
             whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
         assignment = cls(
-            documents=documents,
             lengths=lengths,
             begins=begins,
             rank_tokens=rank_tokens,
@@ -73,8 +71,8 @@ class Assignment:
         for rank in range(len(excess) - 1):
             flow += int(excess[rank])  # tokens from this rank to the next, if positive
             num_padding = min(max(-flow, 0), padding)
-            flow = flow + num_padding
-            padding = padding - num_padding
+            flow += num_padding
+            padding -= num_padding
             if flow and not self._move(rank, flow):
                 return False
         return True
@@ -149,21 +147,18 @@ class Assignment:
             tokens[document, rank] += num_tokens
         return num_shared(tokens, self.rank_tokens)
 
-    def pieces(self) -> tuple[np.ndarray, int]:
-        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
+    def pieces(self) -> np.ndarray:
+        """The pieces of all ranks. The tokens of a rank that other ranks need come first.
 
         Returns:
           int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
           Documents are numbered as in this class.
         """
         pieces = []
-        num_shared_tokens = 0
         for rank in range(len(self.whole)):
-            shared = self._shared_pieces(rank)
-            num_shared_tokens = max(num_shared_tokens, sum(tokens for _, _, tokens in shared))
             whole = [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
-            pieces += [(*piece, rank) for piece in shared + whole]
-        return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
+            pieces += [(*piece, rank) for piece in self._shared_pieces(rank) + whole]
+        return np.array(pieces, np.int64).reshape(-1, 4)
 
     def mirrored_pieces(self) -> np.ndarray | None:
         """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
@@ -374,8 +369,8 @@ def _place_in_sequence(
                 return places
             tokens = min(length - offset, int(ends[rank]) - begin)
             places.append((document, rank, offset, tokens))
-            offset = offset + tokens
-            begin = begin + tokens
+            offset += tokens
+            begin += tokens
     return places
 
 

@@ -8,7 +8,7 @@ of a long document has several times the work of a rank that holds short documen
 work in every ring step (per-document sharding: WLB-LLM, arXiv:2503.17924, section 5). Short documents are placed whole,
 by work. Every rank holds exactly the same number of tokens:
 
-    sharded documents   pieces of multiples of `block_tokens`, as far as the balance permits
+    sharded documents   pieces of multiples of 128 tokens, as far as the balance permits
     whole documents     longest first, to the rank with the least work that has space for it (LPT, Graham 1969)
     cut documents       where the whole documents of a rank do not fit exactly, one of them is cut in two: the first
                         part is on rank r, the rest on rank r + 1. Only ring step 1 has work for it
@@ -42,7 +42,6 @@ needs more is not used.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -188,7 +187,7 @@ def _by_distance(needed: np.ndarray) -> np.ndarray:
     return needed[ranks[:, None], (ranks[:, None] - ranks) % len(needed)].max(axis=0)
 
 
-_BLOCK_TOKENS = 128
+_BLOCK_TOKENS = 128  # preferred multiple of the lengths of pieces; a power of 2
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
 # Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
 # tokens. So two kernel calls take the documents of a ring step: attention/kernels/cudnn_packed.py, `calls_for`.
@@ -198,60 +197,6 @@ NUM_FIRST_RING_STEPS = 2
 # What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s with NVLink, 8,192
 # tokens per rank. Over a network it costs more.
 _RING_STEP_PAIRS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentLayout:
-    """The assignment of one sequence's tokens to ranks."""
-
-    # int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of
-    # the rank's tokens.
-    pieces: np.ndarray
-    # int64 [tokens]: index i of the layout holds token `order[i]` of the natural order
-    order: np.ndarray
-    # int64 [ring steps, ranks]: pairs of a query and a key that it attends to
-    ring_work: np.ndarray
-    # the longest prefix of a rank's tokens that other ranks need: keys, or queries of such keys
-    num_shared_tokens: int
-    num_sharded_documents: int
-    # pieces of sharded documents are multiples of it, except for at most a few per document
-    block_tokens: int
-
-    @property
-    def ring_cost(self) -> float:
-        """See the docstring of the module."""
-        return ring_cost(self.ring_work)
-
-
-def document_layout(
-    lengths: np.ndarray,
-    num_tokens: int,
-    context: int,
-    *,
-    block_tokens: int = _BLOCK_TOKENS,
-    max_cost: float = MAX_RING_COST,
-    skips_ring_steps: bool = False,
-) -> DocumentLayout:
-    """The layout of a sequence; a pure function of its arguments.
-
-    Args:
-      lengths: int [documents]: tokens of each document, in the order of the sequence. The rest of the sequence is
-        padding.
-      num_tokens: tokens of the sequence.
-      context: number of ranks.
-      block_tokens: a power of 2; preferred multiple of the lengths of pieces.
-      max_cost: the ring cost that is accepted; if no candidate reaches it, the one with the lowest cost is returned.
-      skips_ring_steps: as for `document_order`.
-    Raises:
-      UserError: the tokens do not split over the ranks.
-    """
-    lengths = _checked(lengths, num_tokens, context)
-    best = _best_assignment(
-        lengths, num_tokens, context,
-        block_tokens=block_tokens, max_cost=max_cost, skips_ring_steps=skips_ring_steps,
-    )  # fmt: skip
-    assert best is not None
-    return _layout_of(best)
 
 
 def document_order(
@@ -287,14 +232,12 @@ def document_order(
     per_rank = 2 if mirrored else 1
 
     def pieces_of(assignment: Assignment) -> np.ndarray | None:
-        pieces = assignment.mirrored_pieces() if mirrored else assignment.pieces()[0]
+        pieces = assignment.mirrored_pieces() if mirrored else assignment.pieces()
         if pieces is None or window is None:
             return pieces
-        return (
-            pieces
-            if has_room(pieces, per_rank * context, num_tokens // context, context, window)
-            else None
-        )
+        if has_room(pieces, per_rank * context, num_tokens // context, context, window):
+            return pieces
+        return None
 
     lengths = _checked(lengths, num_tokens, context)
     fits = (
@@ -387,7 +330,7 @@ def chained_order(
         if not assignment.has_chains(num_chains, max(1, min_tokens)):
             return False
         return window is None or has_room(
-            assignment.pieces()[0], context, num_tokens // context, context, window
+            assignment.pieces(), context, num_tokens // context, context, window
         )
 
     best = _best_assignment(
@@ -396,7 +339,7 @@ def chained_order(
     )  # fmt: skip
     if best is None:
         return zigzag_chain(num_tokens, context)
-    pieces, _ = best.pieces()
+    pieces = best.pieces()
     return ChainedOrder(documents_first[best.order(pieces)], best.fragments(pieces, num_chains))
 
 
@@ -430,14 +373,12 @@ def _best_assignment(
     num_tokens: int,
     context: int,
     *,
-    block_tokens: int = _BLOCK_TOKENS,
-    max_cost: float = MAX_RING_COST,
     max_sharded: int = MAX_SHARED_DOCUMENTS,
     fits: Callable[[Assignment], bool] | None = None,
     is_exhaustive: bool | None = None,
     skips_ring_steps: bool = False,
 ) -> Assignment | None:
-    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost; None: none fits.
+    """The first candidate that costs at most MAX_RING_COST, otherwise the one with the lowest cost; None: none fits.
 
     The cost is the ring cost, less what skipped ring steps save.
 
@@ -451,7 +392,7 @@ def _best_assignment(
         is_exhaustive = fits is None
     best = None
     best_cost = np.inf
-    sizes = num_tokens // context, context, block_tokens, max_sharded
+    sizes = num_tokens // context, context, max_sharded
     for in_sequence in (False, True)[: 1 + is_exhaustive]:
         for assignment in _assignments(lengths, *sizes, in_sequence):
             if not is_exhaustive and best is not None and assignment.unit < best.unit:
@@ -468,7 +409,7 @@ def _best_assignment(
             if cost < best_cost and (fits is None or fits(assignment)):
                 best = assignment
                 best_cost = cost
-            if best_cost <= max_cost:
+            if best_cost <= MAX_RING_COST:
                 break
         if best is not None:
             break
@@ -495,14 +436,11 @@ def _assignments(
     lengths: np.ndarray,
     rank_tokens: int,
     context: int,
-    block_tokens: int,
     max_sharded: int,
     in_sequence: bool,
 ) -> Iterator[Assignment]:
     """The candidates in the order of preference."""
-    for unit, num_sharded in _candidates(
-        lengths, rank_tokens, context, block_tokens, max_sharded, in_sequence
-    ):
+    for unit, num_sharded in _candidates(lengths, rank_tokens, context, max_sharded, in_sequence):
         assignment = Assignment.create(
             lengths, rank_tokens, context, num_sharded, unit, in_sequence
         )
@@ -517,7 +455,6 @@ def _candidates(
     lengths: np.ndarray,
     rank_tokens: int,
     context: int,
-    block_tokens: int,
     max_sharded: int,
     in_sequence: bool,
 ):
@@ -528,7 +465,7 @@ def _candidates(
     # Longer than a rank's tokens: never whole.
     first = 0 if in_sequence else int((lengths > rank_tokens).sum())
     last = min(len(lengths), max_sharded)
-    units = [block_tokens]
+    units = [_BLOCK_TOKENS]
     while units[-1] > 1:
         units.append(max(1, units[-1] // 4))
     for unit in units:
@@ -536,17 +473,3 @@ def _candidates(
         while num_sharded <= last:
             yield unit, num_sharded
             num_sharded += 1 + (num_sharded - first) // 8
-
-
-def _layout_of(assignment: Assignment) -> DocumentLayout:
-    pieces, num_shared_tokens = assignment.pieces()
-    order = assignment.order(pieces)
-    pieces[:, 0] = assignment.documents[pieces[:, 0]]
-    return DocumentLayout(
-        pieces=pieces,
-        order=order,
-        ring_work=by_ring_step(assignment.work_by_rank()),
-        num_shared_tokens=num_shared_tokens,
-        num_sharded_documents=len(assignment.sizes),
-        block_tokens=assignment.unit,
-    )

@@ -27,7 +27,7 @@ from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
 from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
-from jaxlc.sharding.document_layout import document_layout
+from jaxlc.sharding.document_layout import document_order
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
@@ -338,7 +338,7 @@ def assert_ring_in_document_order_matches_oracle(
     order_BT = np.zeros((len(packings), TOKENS), np.int32)
     for row, lengths in enumerate(packings):
         segments_BT[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-        order_BT[row] = document_layout(np.array(lengths), TOKENS, context, block_tokens=4).order
+        order_BT[row] = document_order(segments_BT[row], context)
     q, k, v, dout = inputs(batch=len(packings))
     dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
     attend_ring = make(

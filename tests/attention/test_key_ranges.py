@@ -8,7 +8,7 @@ import pytest
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, implicit_ranges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.sharding.document_layout import document_layout, zigzag_order
+from jaxlc.sharding.document_layout import document_order, zigzag_order
 
 TOKENS, CONTEXT = 192, 4
 SPECS = {
@@ -52,7 +52,7 @@ def packed(seed: int, rank_order: str):
     positions = np.pad(np.concatenate([np.arange(length) for length in lengths]), padding)
     order = np.arange(TOKENS)
     if rank_order == "documents":
-        order = document_layout(np.array(lengths), TOKENS, CONTEXT, block_tokens=4).order
+        order = document_order(segments, CONTEXT)
     return tuple(x[order].reshape(CONTEXT, -1).astype(np.int32) for x in (positions, segments))
 
 

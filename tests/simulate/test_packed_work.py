@@ -12,7 +12,7 @@ from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.config.flops import causal_pairs
 from jaxlc.hlo.kernel_costs import AttentionKernelCall, Sizes
-from jaxlc.sharding.document_layout import document_layout, zigzag_order
+from jaxlc.sharding.document_layout import document_order, ring_cost, zigzag_order
 from jaxlc.simulate.packed_work import (
     AttentionWork,
     mean_of_microbatches,
@@ -28,8 +28,7 @@ ZIGZAG = in_zigzag_order(TOKENS, CONTEXT).of
 
 
 def by_document(sequence):
-    lengths = np.bincount(sequence["segment_ids"])[1:]
-    return document_layout(lengths, TOKENS, CONTEXT).order
+    return document_order(sequence["segment_ids"], CONTEXT)
 
 
 def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
@@ -168,12 +167,14 @@ def test_work_of_shared_prefixes_in_tiles_equals_dense_count():
     np.testing.assert_allclose(np.divide(*fractions), own.sum() / prefix.sum())
 
 
-def test_work_of_document_order_equals_layout():
+def test_work_of_document_order_equals_dense_count():
     result = sequence_work(config_with(), by_document, LENGTHS)
-    layout = document_layout(np.array(LENGTHS), TOKENS, CONTEXT)
-    slowest = layout.ring_work.max(axis=1)
+    segments_T = np.repeat(np.arange(1, len(LENGTHS) + 1), LENGTHS)
+    order_T = by_document(dict(segment_ids=np.pad(segments_T, (0, TOKENS - sum(LENGTHS)))))
+    work = by_step(dense_work(LENGTHS, order_T, CONTEXT))
+    slowest = work.max(axis=1)
     assert result.work[:2] == (slowest[0], slowest[1:].mean())
-    assert result.ring_cost == pytest.approx(layout.ring_cost) and result.ring_cost < 1.1
+    assert result.ring_cost == pytest.approx(ring_cost(work)) and result.ring_cost < 1.1
 
 
 @pytest.mark.parametrize(
@@ -280,9 +281,7 @@ def test_mean_of_microbatches_takes_the_slowest_replica_of_balanced_batches():
 
 def test_mean_of_microbatches_separates_those_that_skip_ring_steps():
     def order_of(sequence):
-        return document_layout(
-            np.bincount(sequence["segment_ids"])[1:], TOKENS, CONTEXT, skips_ring_steps=True
-        ).order
+        return document_order(sequence["segment_ids"], CONTEXT, skips_ring_steps=True)
 
     train = dict(global_batch_size=4, gradient_accumulation_steps=4)
     config, lengths = config_with(train=train), [900, 800, 1000, 600, 500, 200]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.config import AttentionConfig
-from jaxlc.sharding.document_layout import document_layout, zigzag_order
+from jaxlc.sharding.document_layout import document_order, zigzag_order
 from jaxlc.step import batch
 from tests.step.synthetic import HYBRID, TOKENS, natural_rows, small_config
 
@@ -15,7 +15,7 @@ LENGTHS = (40, 3, 1, 29, 23)
 def test_default_order_is_that_of_documents():
     chosen = batch.choose_order(small_config(), 4)
     assert chosen.description == "tokens in the order of per-document sharding"
-    np.testing.assert_array_equal(chosen.of(PACKED), document_layout(LENGTHS, TOKENS, 4).order)
+    np.testing.assert_array_equal(chosen.of(PACKED), document_order(PACKED["segment_ids"], 4))
     (other,) = natural_rows(documents=[(80, 16)])
     assert (chosen.of(other) != chosen.of(PACKED)).any()
 
@@ -91,7 +91,7 @@ def test_tiles_have_both_pieces_of_documents():
 def test_hybrid_groups_have_documents_and_ranks_zigzag_order():
     config = small_config(mesh=dict(context=4), attention=dict(strategy="hybrid", ulysses_degree=2))
     order_T = batch.choose_order(config, 4).of(PACKED)
-    groups = document_layout(LENGTHS, TOKENS, 2).order.reshape(2, -1)
+    groups = document_order(PACKED["segment_ids"], 2).reshape(2, -1)
     expected = [group[zigzag_order(TOKENS // 2, 2)] for group in groups]
     np.testing.assert_array_equal(order_T.reshape(2, -1), expected)
 
