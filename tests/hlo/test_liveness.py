@@ -1,4 +1,5 @@
-from jaxlc.hlo import max_alive, parse
+from jaxlc.hlo import parse
+from tests.hlo.liveness import max_alive
 from tests.hlo.snippets import RING, program
 
 

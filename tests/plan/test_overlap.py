@@ -17,10 +17,10 @@ from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
-from jaxlc.hlo import max_alive
 from jaxlc.hlo.kernel_costs import AttentionCollective
 from jaxlc.hlo.parser import PASSES
 from jaxlc.simulate.topology import topology
+from tests.hlo.liveness import max_alive
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 TOKENS = 262_144
