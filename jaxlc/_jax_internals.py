@@ -161,10 +161,7 @@ def cudnn_packed_forward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    q_lengths_BM: jax.Array,
-    kv_lengths_BM: jax.Array,
-    q_offsets: jax.Array,
-    kv_offsets: jax.Array,
+    packed: tuple[jax.Array, ...],
     *,
     scale: float,
     causal: bool,
@@ -176,14 +173,14 @@ def cudnn_packed_forward(
     directly: JAX's wrapper computes offsets itself, for grouped queries wrongly in 0.10.1, and in int32.
 
     Args:
-      q_lengths_BM, kv_lengths_BM: int32 [B, M], M > 1: number of queries and of keys of each document, at most T and S.
-      q_offsets, kv_offsets: int32 [B, M + 1], in elements. cuDNN reads the first B x M + 1 of them, in row-major order.
+      packed: q_lengths_BM and kv_lengths_BM, int32 [B, M], M > 1: number of queries and of keys of each document, at
+        most T and S; q_offsets and kv_offsets, int32 [B, M + 1], in elements. cuDNN reads the first B x M + 1 of them,
+        in row-major order.
       causal: query j of a document attends to its first j + 1 keys. False: to all of its keys.
 
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """
     fmha = _cudnn_fused_attention()
-    packed = (q_lengths_BM, kv_lengths_BM, q_offsets, kv_offsets)
     operands = _packed_cudnn_operands(q_BTNH, k_BSKH, v_BSKH, packed)
     settings = _packed_cudnn_settings(scale, causal)
     return tuple(fmha._dot_product_attention_fwd_p.bind(*operands, **settings, is_training=True))
@@ -193,10 +190,7 @@ def cudnn_packed_backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    q_lengths_BM: jax.Array,
-    kv_lengths_BM: jax.Array,
-    q_offsets: jax.Array,
-    kv_offsets: jax.Array,
+    packed: tuple[jax.Array, ...],
     out_BTNH: jax.Array,
     lse: jax.Array,
     dout_BTNH: jax.Array,
@@ -212,7 +206,6 @@ def cudnn_packed_backward(
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """
     fmha = _cudnn_fused_attention()
-    packed = (q_lengths_BM, kv_lengths_BM, q_offsets, kv_offsets)
     operands = _packed_cudnn_operands(q_BTNH, k_BSKH, v_BSKH, packed)
     settings = _packed_cudnn_settings(scale, causal)
     return tuple(

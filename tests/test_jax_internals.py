@@ -119,10 +119,10 @@ def test_cudnn_packed_calls_bind_primitives_without_wrapper():
     settings = dict(scale=1.0, causal=True)
 
     def forward(q, k, *packed):
-        return _jax_internals.cudnn_packed_forward(q, k, k, *packed, **settings)
+        return _jax_internals.cudnn_packed_forward(q, k, k, packed, **settings)
 
     def backward(q, k, lse, *packed):
-        return _jax_internals.cudnn_packed_backward(q, k, k, *packed, q, lse, q, **settings)
+        return _jax_internals.cudnn_packed_backward(q, k, k, packed, q, lse, q, **settings)
 
     for function, operands in ((forward, (q, k, *packed)), (backward, (q, k, lse, *packed))):
         jaxpr = jax.make_jaxpr(function)(*operands).jaxpr

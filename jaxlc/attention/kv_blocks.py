@@ -466,11 +466,9 @@ def _first_key(ranges: KeyRanges, num_keys: int, num_extended: int) -> jax.Array
 
 
 def _taken(x_ext: jax.Array, slices: Sequence[_Slice]) -> jax.Array:
-    return (
-        jnp.concatenate([part.of(x_ext) for part in slices], axis=2)
-        if len(slices) > 1
-        else slices[0].of(x_ext)
-    )
+    if len(slices) > 1:
+        return jnp.concatenate([part.of(x_ext) for part in slices], axis=2)
+    return slices[0].of(x_ext)
 
 
 def _with_added(x_ext: jax.Array, slices: Sequence[_Slice], x: jax.Array) -> jax.Array:

@@ -83,7 +83,6 @@ def make_tiled(
     tiles: int,
     num_kv_heads: int,
     window: int | None = None,
-    scale: float | None = None,
     kv_tokens_per_step: int | None = None,
     shared_prefixes: int = 0,
     deterministic: bool = False,
@@ -96,7 +95,6 @@ def make_tiled(
         the exchange. With too many tiles, these are too few to occupy the GPU.
       num_kv_heads: K.
       window: a query attends to itself and the window - 1 tokens before it. None: to all earlier tokens.
-      scale: multiplies q . k. None: 1/sqrt(H).
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
@@ -130,7 +128,6 @@ def make_tiled(
         num_kv_heads=num_kv_heads,
         kv_heads_stored=kv_heads_stored,
         window=window,
-        scale=scale,
         kv_tokens_per_step=kv_tokens_per_step,
         shared_prefixes=shared_prefixes,
         deterministic=deterministic,
@@ -155,7 +152,6 @@ class TiledAttention:
     # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
     kv_heads_stored: int
     window: int | None
-    scale: float | None
     kv_tokens_per_step: int | None
     shared_prefixes: int = 0
     deterministic: bool = False
@@ -393,7 +389,7 @@ class TiledAttention:
 
     @property
     def _spec(self) -> AttentionSpec:
-        return attention_spec(self.config, self.split_mesh, True, self.window, self.scale)
+        return attention_spec(self.config, self.split_mesh, True, self.window, None)
 
     @property
     def _specs(self) -> AttentionSpecs:

@@ -304,14 +304,14 @@ def _report_unraisable(unraisable: Any) -> None:
         _next_hook(unraisable)
 
 
-def collect_abandoned_reads(seconds: float = 10.0) -> None:
+def collect_abandoned_reads() -> None:
     """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them
     until it has ended.
 
-    Such a read is an asyncio task that is not done although its event loop is closed. After
-    `seconds` the rest is left to later collections.
+    Such a read is an asyncio task that is not done although its event loop is closed. After 10 s
+    the rest is left to later collections.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 10.0
     gc.collect()
     while _has_abandoned_tasks() and time.monotonic() < deadline:
         time.sleep(0.05)

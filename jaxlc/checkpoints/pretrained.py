@@ -406,8 +406,6 @@ def _fingerprint(step: TrainStep, params) -> str:
 
 def _source(step: TrainStep) -> str:
     init_from = step.config.model.init_from
-    return (
-        f"config.model.init_from={init_from}"
-        if init_from
-        else f"config.train.seed={step.config.train.seed}"
-    )
+    if init_from:
+        return f"config.model.init_from={init_from}"
+    return f"config.train.seed={step.config.train.seed}"

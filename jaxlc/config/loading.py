@@ -47,9 +47,9 @@ def template_path(setting: str) -> Path | None:
     """The path in data.chat_template; None if it is empty, one of CHAT_TEMPLATES or the text of a
     template.
     """
-    return (
-        None if not setting or setting in CHAT_TEMPLATES or "{" in setting else local_path(setting)
-    )
+    if not setting or setting in CHAT_TEMPLATES or "{" in setting:
+        return None
+    return local_path(setting)
 
 
 def read_template(path: Path, advice: str = ADVICE) -> str:

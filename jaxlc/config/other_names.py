@@ -346,7 +346,8 @@ def _rows(table: str) -> list[tuple[str, list[str]]]:
 def rows() -> Iterator[tuple[str, list[str]]]:
     """What to use here, and the names in other programs: of settings, then of values."""
     yield from _rows(_SETTINGS)
-    yield from ((f"the value {text}", names) for text, names in _rows(_VALUES))
+    for text, names in _rows(_VALUES):
+        yield (f"the value {text}", names)
     yield "unsupported as a value", [*_WITHOUT_EQUIVALENT.split()]
 
 

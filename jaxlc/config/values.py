@@ -165,13 +165,11 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    return (
-        _BOOLEANS.get(value.lower())
-        if isinstance(value, str)
-        else value
-        if isinstance(value, bool)
-        else None
-    )
+    if isinstance(value, str):
+        return _BOOLEANS.get(value.lower())
+    if isinstance(value, bool):
+        return value
+    return None
 
 
 def _as_string(value: Any) -> str | None:
@@ -284,9 +282,8 @@ def range_problems(section: str, values: Any) -> Iterator[str]:
     Args:
       values: the section, such as a `TrainConfig` for "train".
     """
-    yield from (
-        invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values)
-    )
+    for name, *problem in out_of_range(values):
+        yield invalid_value(f"{section}.{name}", *problem)
     for name, value in vars(values).items():
         if dataclasses.is_dataclass(value):
             yield from range_problems(f"{section}.{name}", value)

@@ -25,7 +25,8 @@ HATCHES = ("", "///", "...", "xx")  # of bars, after each cycle of colors
 def line_styles() -> "Iterator[dict[str, str]]":
     """Colors and line styles of the lines of a figure; the first 28 differ."""
     for linestyle in itertools.cycle(_LINES):
-        yield from (dict(color=color, linestyle=linestyle) for color in CYCLE)
+        for color in CYCLE:
+            yield dict(color=color, linestyle=linestyle)
 
 
 def new_figure(width: float, height: float, **options: Any) -> "Figure":

@@ -49,17 +49,13 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(name: str, known: Iterable[str], form: str = "{}") -> str:
-    """A question with the nearest name, or the list of the known names if none is near.
-
-    Args:
-      form: how a name is written, such as "--{}".
-    """
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question with the nearest name, or the list of the known names if none is near."""
     known = list(known)
     nearest = nearest_name(name, known)
     if nearest is not None:
-        return f"did you mean {form.format(nearest)}?"
-    return f"expected one of {', '.join(sorted(map(form.format, known)))}"
+        return f"did you mean {nearest}?"
+    return f"expected one of {', '.join(sorted(known))}"
 
 
 def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

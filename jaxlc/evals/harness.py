@@ -110,11 +110,9 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """What the first token of a text follows."""
         bos = self._special_id("bos_token")
-        return (
-            next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id)
-            if bos is None
-            else bos
-        )
+        if bos is None:
+            return next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id)
+        return bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -144,11 +142,9 @@ class HarnessModel(TemplateLM):
         has_start = add_special_tokens is None and has_bos_prefix(
             string, self._special_texts.get("bos_token")
         )
-        return (
-            ids
-            if add_special_tokens is False or has_start
-            else [*self._tokenizer.start_ids.tolist(), *ids]
-        )
+        if add_special_tokens is False or has_start:
+            return ids
+        return [*self._tokenizer.start_ids.tolist(), *ids]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False

@@ -99,7 +99,9 @@ def device_arrays(program: Program) -> Iterator[Array]:
     for computation in program:
         if computation.name not in fused:
             arrays = (array for instruction in computation for array in instruction.arrays)
-            yield from (array for array in arrays if not _is_on_host(array))
+            for array in arrays:
+                if not _is_on_host(array):
+                    yield array
 
 
 def host_arguments(program: Program) -> Iterator[Array]:

@@ -311,9 +311,9 @@ def attention_kernel(
     """The attention kernel that `instruction` is; None if it is not one."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
         has_pairs = scopes.MOSAIC_PAIRS in instruction.op_name.split("/")
-        return (
-            _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
-        )
+        if has_pairs:
+            return _mosaic_pairs(program, instruction)
+        return _blockwise(program, instruction)
     if instruction.opcode == "fusion" and instruction.attributes.get("kind") == "kCustom":
         # XLA fuses a call of a foreign function with slices of the arrays that it reads and writes.
         body = program.computations[instruction.called[0]]

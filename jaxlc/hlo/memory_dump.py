@@ -148,21 +148,17 @@ def count_launches(program: Program, command: Command) -> Launches:
             total = total.plus(count(below))
         if command.kind == "kCommandBuffer":
             return Launches(total.gpu_operations, host_launches=1, cuda_graphs=1)
-        return (
-            total
-            if command.kind in _WITHOUT_OPERATION
-            else Launches(gpu_operations=1, host_launches=1)
-        )
+        if command.kind in _WITHOUT_OPERATION:
+            return total
+        return Launches(gpu_operations=1, host_launches=1)
 
     return count(command)
 
 
 def _kind(command: Command) -> str:
-    return (
-        _kind(command.commands[0])
-        if command.kind in _WRAPPERS and command.commands
-        else command.kind
-    )
+    if command.kind in _WRAPPERS and command.commands:
+        return _kind(command.commands[0])
+    return command.kind
 
 
 def _walk(command: Command) -> Iterator[Command]:

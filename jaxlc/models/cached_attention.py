@@ -265,11 +265,9 @@ class CachedAttention(CachedKernels):
     @property
     def kernels(self) -> dict[str, KernelSelection]:
         past = {"tokens in the cache": self._cache_kernel}
-        return (
-            past
-            if self.window or self._is_decoding
-            else {"tokens of the chunk": self._chunk_kernel} | past
-        )
+        if self.window or self._is_decoding:
+            return past
+        return {"tokens of the chunk": self._chunk_kernel} | past
 
     @property
     def _is_decoding(self) -> bool:

@@ -92,11 +92,9 @@ def product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """einsum(subscripts, x, w) in the dtype of x. If w is float32 and x is not, the gradient of w
     is not rounded.
     """
-    return (
-        jnp.einsum(subscripts, x, w)
-        if w.dtype == x.dtype
-        else float32_gradient_product(subscripts, x, w)
-    )
+    if w.dtype == x.dtype:
+        return jnp.einsum(subscripts, x, w)
+    return float32_gradient_product(subscripts, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

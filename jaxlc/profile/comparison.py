@@ -421,11 +421,9 @@ def _class_table(result: Comparison) -> Iterator[Sequence[str]]:
 
 def _median(result: Comparison, seconds: float | None) -> float | None:
     """The middle of the interval of an estimate; None if there is none."""
-    return (
-        None
-        if seconds is None or result.estimated_interval is None
-        else result.estimated_interval.median * seconds
-    )
+    if seconds is None or result.estimated_interval is None:
+        return None
+    return result.estimated_interval.median * seconds
 
 
 def _ring_table(result: Comparison) -> Iterator[Sequence[str]]:

@@ -512,9 +512,9 @@ class Objective:
         return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
-        return (
-            tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
-        )
+        if self._num_tiles:
+            return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles)
+        return x_BT
 
     def _in_sequences(self, x: jax.Array) -> jax.Array:
         """The inverse of `_in_tiles`."""

@@ -106,7 +106,8 @@ def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
     elif len(set(texts.values())) == 1:
         yield next(iter(texts.values()))
     else:
-        yield from (f"{kind}: {text}" for kind, text in texts.items())
+        for kind, text in texts.items():
+            yield f"{kind}: {text}"
 
 
 _HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs

@@ -95,11 +95,9 @@ def make_optimizer(
     """
 
     def decays(names: tuple[str, ...]) -> bool:
-        return (
-            config.decay_norms
-            if is_vector(names)
-            else config.decay_embeddings or names[0] != "vocab"
-        )
+        if is_vector(names):
+            return config.decay_norms
+        return config.decay_embeddings or names[0] != "vocab"
 
     def where(condition: Callable[[tuple[str, ...]], bool]) -> Any:
         return jax.tree.map(condition, dims, is_leaf=lambda x: isinstance(x, tuple))

@@ -72,8 +72,8 @@ def _memories(q, k, q_lengths, kv_lengths, q_offsets, kv_offsets):
     return _Memory(q.shape, q_lengths, q_offsets), _Memory(k.shape, kv_lengths, kv_offsets)
 
 
-def packed_forward(q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, *, scale, causal):
-    q_memory, k_memory = _memories(q, k, q_lengths, kv_lengths, q_offsets, kv_offsets)
+def packed_forward(q, k, v, packed, *, scale, causal):
+    q_memory, k_memory = _memories(q, k, *packed)
     groups = q.shape[2] // k.shape[2]
     k_D, v_D = (jnp.repeat(k_memory.read(x), groups, axis=2) for x in (k, v))
     scores = _scores(q_memory.read(q), k_D, q_memory.is_row_DT, k_memory.is_row_DT, scale, causal)
@@ -83,10 +83,8 @@ def packed_forward(q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, *, sca
     return q_memory.written(out, q), jnp.where(q_memory.is_row_DT[:, None], lse, jnp.nan)
 
 
-def packed_backward(
-    q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, out, lse, dout, *, scale, causal
-):
-    q_memory, k_memory = _memories(q, k, q_lengths, kv_lengths, q_offsets, kv_offsets)
+def packed_backward(q, k, v, packed, out, lse, dout, *, scale, causal):
+    q_memory, k_memory = _memories(q, k, *packed)
     num_kv_heads, groups = k.shape[2], q.shape[2] // k.shape[2]
     q_D, out_D, dout_D = (q_memory.read(x) for x in (q, out, dout))
     k_D, v_D = (jnp.repeat(k_memory.read(x), groups, axis=2) for x in (k, v))

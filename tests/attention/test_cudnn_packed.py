@@ -564,10 +564,10 @@ def test_packed_operands_in_lowered_program_are_unchanged():
     settings = dict(scale=1.0, causal=False)
 
     def backward(q, k, lse):
-        return _jax_internals.cudnn_packed_backward(q, k, k, *operands, q, lse, q, **settings)
+        return _jax_internals.cudnn_packed_backward(q, k, k, operands, q, lse, q, **settings)
 
     forward = jax.jit(
-        lambda q, k: _jax_internals.cudnn_packed_forward(q, k, k, *operands, **settings)
+        lambda q, k: _jax_internals.cudnn_packed_forward(q, k, k, operands, **settings)
     )
     assert [x.shape for x in forward.eval_shape(q, k)] == [(1, 8, 4, 64), (2, 4, 8)]
     texts = forward.lower(q, k).as_text(), jax.jit(backward).lower(q, k, lse).as_text()

@@ -341,7 +341,7 @@ def forward(
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
-        out, lse_DNT = cudnn_packed_forward(q, k, v, *block.operands(documents), **settings)
+        out, lse_DNT = cudnn_packed_forward(q, k, v, block.operands(documents), **settings)
         return out.reshape(q_BTNH.shape), lse_DNT
 
     def unpack(results, bucket: Bucket, first):
@@ -372,7 +372,7 @@ def backward(
         q, k, v, out, dout = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
         operands = block.operands(documents)
         lse = block.pack_lse(lse_BNT, bucket, documents)
-        results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, **settings)
+        results = cudnn_packed_backward(q, k, v, operands, out, lse, dout, **settings)
         return tuple(
             dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True)
         )

@@ -469,9 +469,9 @@ def _pad(x_BT: jax.Array | None, multiple: int) -> jax.Array | None:
     range.
     """
     missing = 0 if x_BT is None else -x_BT.shape[1] % multiple
-    return (
-        x_BT if not missing else jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
-    )
+    if not missing:
+        return x_BT
+    return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
 
 
 def _scale(spec: AttentionSpec, q_BTNH: jax.Array) -> float:

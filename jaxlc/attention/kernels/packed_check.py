@@ -257,9 +257,9 @@ def _nan_array(size: int) -> jax.Array:
 def _free_bytes(device: jax.Device) -> int | None:
     """Free memory of the GPU's pool; None on other devices, and for allocators without a pool."""
     stats = device.memory_stats() if device.platform == "gpu" else None
-    return (
-        stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
-    )
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return None
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

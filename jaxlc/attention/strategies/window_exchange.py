@@ -125,9 +125,9 @@ def _stack_batch(pair) -> jax.Array:
     return jnp.concatenate(pair, axis=0)
 
 
-def _split_chunks(x: jax.Array, axis: int = 1) -> jax.Array:
-    """The two chunks along `axis`, stacked along the batch."""
-    return _stack_batch(jnp.split(x, 2, axis))
+def _split_chunks(x: jax.Array) -> jax.Array:
+    """The two chunks, stacked along the batch."""
+    return _stack_batch(jnp.split(x, 2, 1))
 
 
 def _join_chunks(x: jax.Array, axis: int = 1) -> jax.Array:
@@ -304,11 +304,9 @@ def _keys_of_chunk(
 def _is_seen(keys: TokenInfo, queries: TokenInfo, spec: AttentionSpec) -> jax.Array:
     """bool, the shape of the keys: whether a query at a later position has the key in its window."""
     is_seen = seen_by(keys, queries, spec.window)
-    return (
-        is_seen
-        if queries.prefixes_BTD is None
-        else is_seen | seen_by_branches(keys, queries, spec.window)
-    )
+    if queries.prefixes_BTD is None:
+        return is_seen
+    return is_seen | seen_by_branches(keys, queries, spec.window)
 
 
 def _rooms(

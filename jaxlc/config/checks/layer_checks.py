@@ -158,9 +158,9 @@ def projection_problems(
     ]
     present = [name for name in known if name in found]
     expected = f"one or more of {', '.join(known)}, separated by commas"
-    yield from (
-        invalid_value(setting, name, expected, known) for name in names if name not in known
-    )
+    for name in names:
+        if name not in known:
+            yield invalid_value(setting, name, expected, known)
     if lacking := [name for name in names if name in known and name not in found]:
         kept = [name for name in names if name in present] or present
         yield (

@@ -39,7 +39,8 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
 def training_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with config.evals in a run."""
     evals = config.evals
-    yield from (f"config.evals: {problem}" for problem in eval_problems(evals))
+    for problem in eval_problems(evals):
+        yield f"config.evals: {problem}"
     if set(evals.tasks) - {LOSS} and config.memory.parameters == "host":
         yield (
             "unsupported: config.evals.tasks that generate text with config.memory.parameters='host'; evaluate the"

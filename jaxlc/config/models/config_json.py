@@ -416,11 +416,9 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
     own = family_of_own_format(model)
-    return (
-        own
-        if config is not None
-        else next((family for family in FAMILIES.values() if family.fits(model)), own)
-    )
+    if config is not None:
+        return own
+    return next((family for family in FAMILIES.values() if family.fits(model)), own)
 
 
 def config_json_of(

@@ -414,7 +414,9 @@ def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts of a message with their fields, without white space around them."""
     for field, value in message.items():
         if field not in _NO_TEXT:
-            yield from ((field, text.strip()) for text in _strings(value) if text.strip())
+            for text in _strings(value):
+                if text.strip():
+                    yield (field, text.strip())
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -85,9 +85,9 @@ def trained_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | Non
         or data.traces
         or config.rollouts.prompts
     )
-    return (
-        template_if_any(data.chat_template, tokenizer) if data.chat_template or has_chats else None
-    )
+    if data.chat_template or has_chats:
+        return template_if_any(data.chat_template, tokenizer)
+    return None
 
 
 def template_if_any(setting: str, tokenizer: Tokenizer) -> ChatTemplate | None:

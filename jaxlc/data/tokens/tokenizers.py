@@ -476,11 +476,9 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
 def with_start(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """The IDs of a text with the start IDs of the tokenizer before them, unless they are there."""
     start_ids = tokenizer.start_ids
-    return (
-        ids
-        if np.array_equal(ids[: len(start_ids)], start_ids)
-        else np.concatenate([start_ids, ids])
-    )
+    if np.array_equal(ids[: len(start_ids)], start_ids):
+        return ids
+    return np.concatenate([start_ids, ids])
 
 
 def starting_with(start_ids: np.ndarray, content: dict[str, Any]) -> dict[str, Any]:

@@ -385,36 +385,29 @@ class Task:
         return match_any if self.kind == "qa" else match_all
 
 
-def _niah(
-    haystack: str,
-    key: str = "words",
-    value: str = "numbers",
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-):
-    return Task(
-        kind="niah",
-        settings=dict(
-            type_haystack=haystack,
-            type_needle_k=key,
-            type_needle_v=value,
-            num_needle_k=keys,
-            num_needle_v=values,
-            num_needle_q=queries,
-        ),
-    )
+_NIAH = dict(
+    type_haystack="essay",
+    type_needle_k="words",
+    type_needle_v="numbers",
+    num_needle_k=1,
+    num_needle_v=1,
+    num_needle_q=1,
+)
+
+
+def _niah(**settings: Any) -> Task:
+    return Task(kind="niah", settings=_NIAH | settings)
 
 
 TASKS: dict[str, Task] = {
-    "niah_single_1": _niah("noise"),
-    "niah_single_2": _niah("essay"),
-    "niah_single_3": _niah("essay", value="uuids"),
-    "niah_multikey_1": _niah("essay", keys=4),
-    "niah_multikey_2": _niah("needle"),
-    "niah_multikey_3": _niah("needle", key="uuids", value="uuids"),
-    "niah_multivalue": _niah("essay", values=4),
-    "niah_multiquery": _niah("essay", queries=4),
+    "niah_single_1": _niah(type_haystack="noise"),
+    "niah_single_2": _niah(),
+    "niah_single_3": _niah(type_needle_v="uuids"),
+    "niah_multikey_1": _niah(num_needle_k=4),
+    "niah_multikey_2": _niah(type_haystack="needle"),
+    "niah_multikey_3": _niah(type_haystack="needle", type_needle_k="uuids", type_needle_v="uuids"),
+    "niah_multivalue": _niah(num_needle_v=4),
+    "niah_multiquery": _niah(num_needle_q=4),
     "vt": Task(
         kind="variable_tracking", settings=dict(type_haystack="noise", num_chains=1, num_hops=4)
     ),

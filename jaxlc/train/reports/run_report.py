@@ -227,9 +227,9 @@ def start_token_lines(tokenizer: Tokenizer) -> list[str]:
     )
     if used:
         return [f"start      {used} before each document and each prompt of plain text"]
-    return (
-        [f"start      no token (config.data.start_token), and {own} in transformers"] if own else []
-    )
+    if own:
+        return [f"start      no token (config.data.start_token), and {own} in transformers"]
+    return []
 
 
 def _replicas_lines(config: Config, train: PackedText) -> list[str]:
