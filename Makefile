@@ -81,6 +81,8 @@ lock: $(READY)  ## update the pinned versions with uv
 	$(UV_COMPILE) --extra dev --upgrade --output-file requirements.lock
 	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
 	$(UV_COMPILE) --constraint requirements.lock --extra cuda12 | grep -E '^(jax-cuda|nvidia-)' > requirements-cuda12.lock
+	for toolkit in 12 13; do $(UV_COMPILE) --extra fa3-cuda$$toolkit --no-deps --generate-hashes \
+	  | sed -n '/^dew-/,/[^\\]$$/p' > requirements-fa3-cuda$$toolkit.lock; done
 	$(VENV)/bin/uv pip compile --group docs $(UV_OPTIONS) --upgrade --output-file requirements-docs.lock
 
 clean:  ## remove environments, caches and build outputs; keeps runs/
