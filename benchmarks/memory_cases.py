@@ -69,6 +69,7 @@ def base() -> Config:
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.attention.document_mask = False
+    config.memory.loss_chunk_tokens = 1024  # of the published tables
     return load(config)
 
 

@@ -31,6 +31,7 @@ _COMMON = {
     "model.preset": "llama3.1-8b",
     "attention.document_mask": False,
     "attention.kernel": "cudnn",
+    "memory.loss_chunk_tokens": 1024,  # of the stored estimates
 }
 
 

@@ -31,10 +31,12 @@ A packed sequence has fewer pairs: the sum of the causal counts of its documents
 So the causal FLOPs of packed sequences, and the utilization that is computed from them, are
 overestimates. State "causal", "full" or "documents" with every figure.
 
-Which parameters are trained, and how many, from the config alone. Imports no jax.
+Which parameters are trained, and how many, from the config alone, and the chunk of the loss that
+fits beside them. Imports no jax.
 """
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -50,7 +52,8 @@ from jaxlc.config.kinds import (
 from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
-from jaxlc.config.schema import LoraConfig, RunConfig, TrainConfig
+from jaxlc.config.schema import LoraConfig, PrecisionConfig, RunConfig, TrainConfig
+from jaxlc.core.hardware import Device
 
 # Bytes per entry of frozen matrices. nf4 has a byte for 64 entries, and 4 for 256 of these; mxfp4 a byte for 32
 # entries. Matrices that are not quantized are bf16 there.
@@ -162,6 +165,46 @@ def frozen_bytes(model: ModelConfig, config: RunConfig) -> float:
         for matrix, form, num_layers in quantized_matrices(model, config).values()
     )
     return num_bytes * num_frozen_params(model, config.lora, config.train) - saved
+
+
+# beyond 4096 the traffic is below a quarter of the products' time
+_SMALLEST_CHUNK, *_LARGER_CHUNKS = 1024, 2048, 4096
+_FREE_MEMORY_FRACTION = 0.04  # for the float32 logits of a chunk, the largest of its arrays
+
+
+def loss_chunk_tokens(model: ModelConfig, config: RunConfig, device: Device | None) -> int:
+    """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or
+    chosen if that is 0.
+
+    Runs, plans and searches call this function, so they agree. The choice is the largest of 1024,
+    2048 and 4096 whose logits take at most 4% of the device memory without the state and the
+    gradients. It ignores activations, whose size is known only after compilation.
+
+    Args:
+      device: None, as for a CPU: 1024.
+    """
+    memory, mesh = config.memory, config.mesh
+    if memory.loss_chunk_tokens or device is None:
+        return memory.loss_chunk_tokens or _SMALLEST_CHUNK
+    num_trained, frozen = _trained_and_frozen(model, config.lora, config.train, config.precision)
+    is_on_device = memory.parameters == "device"
+    # float32 weights and gradients, and the two moments
+    state_bytes = 8 * num_trained * (is_on_device + (memory.optimizer == "device"))
+    state_bytes += is_on_device * frozen
+    free_bytes = device.memory_bytes - state_bytes / (mesh.fsdp * mesh.context * mesh.tensor)
+    bytes_per_token = 4 * model.vocab_size / mesh.tensor
+    most_tokens = _FREE_MEMORY_FRACTION * free_bytes / bytes_per_token
+    return max((x for x in _LARGER_CHUNKS if x <= most_tokens), default=_SMALLEST_CHUNK)
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for thousands of candidates
+def _trained_and_frozen(
+    model: ModelConfig, lora: LoraConfig, train: TrainConfig, precision: PrecisionConfig
+) -> tuple[int, float]:
+    """The number of trained parameters, adapters included, and the bytes of the frozen ones."""
+    trained = num_params(model) - num_frozen_params(model, lora, train)
+    config = RunConfig(lora=lora, train=train, precision=precision)
+    return trained + num_adapter_params(model, lora), frozen_bytes(model, config)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

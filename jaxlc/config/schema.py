@@ -203,8 +203,8 @@ class MemoryConfig:
     # 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
     tile_tokens: int = 0
     # tokens per device whose logits are computed at once. 0: 1024, 2048 or 4096, the largest whose logits take at most
-    # 4% of the device memory that the state leaves.
-    loss_chunk_tokens: int = 1024
+    # 4% of the device memory that the state leaves; 1024 on CPUs.
+    loss_chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, product_entries
+from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, loss_chunk_tokens, product_entries
 from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
@@ -40,7 +40,6 @@ _TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see atte
 # Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b with 1M tokens that
 # were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
 _GATHERED = 5
-_LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its three values
 
 
 class Estimate(NamedTuple):
@@ -160,7 +159,7 @@ class Layout:
             host_pool_bytes(config.runtime, pinned.pooled), self.gpus
         )
         return Estimate(
-            self._step_seconds(memory),
+            self._step_seconds(config),
             self._exact_bytes(config),
             self._working_bytes(config),
             gpus_per_node * (sum(pinned) + staging_bytes),
@@ -208,12 +207,13 @@ class Layout:
         layer += (
             _GATHERED * share * 2 * self.tokens * (1 - 1 / mesh.tensor) * config.model.model_dim
         )
-        chunk = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS
+        chunk = loss_chunk_tokens(config.model, config, self.gpus.device)
         logits = 2 * 4 * chunk * config.model.vocab_size / mesh.tensor
         return layer * memory.layers_per_remat_group + 6 * self.head_params + logits
 
-    def _step_seconds(self, memory: MemoryConfig) -> float:
-        device, tile, group = self.gpus.device, memory.tile_tokens, memory.layers_per_remat_group
+    def _step_seconds(self, config: Config) -> float:
+        device, memory = self.gpus.device, config.memory
+        tile, group = memory.tile_tokens, memory.layers_per_remat_group
         attention_forward, attention_backward = self.attention_seconds(tile)
         forward, backward = self.layer_seconds(tile)
         collectives, all_forward = self.collectives, sum(forward.values())
@@ -251,7 +251,7 @@ class Layout:
         if memory.parameters == "host":
             update += self.roofline.host_seconds(device, 4 * shard)
             sums += self.roofline.host_seconds(device, 3 * shard) * (num_microbatches > 1)
-        return num_microbatches * (layers + self._loss_seconds(memory) + sums) + update
+        return num_microbatches * (layers + self._loss_seconds(config) + sums) + update
 
     def _offloaded_bytes(self, memory: MemoryConfig) -> float:
         group = memory.layers_per_remat_group
@@ -307,15 +307,16 @@ class Layout:
         # Products of the same sizes give the gradients of activations, and of trained weights.
         return forward, self.backward_products * sum(forward.values())
 
-    def _loss_seconds(self, memory: MemoryConfig) -> float:
+    def _loss_seconds(self, config: Config) -> float:
         """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32
         gradient.
         """
-        chunk, model = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS, self.config.model
+        device, model = self.gpus.device, config.model
+        chunk = loss_chunk_tokens(model, config, device)
         product = self.rates.product_seconds(
-            chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim
+            chunk, model.vocab_size / config.mesh.tensor, model.model_dim
         )
-        traffic = self.roofline.memory_seconds(self.gpus.device, 2 * 4 * self.head_params)
+        traffic = self.roofline.memory_seconds(device, 2 * 4 * self.head_params)
         return self.tokens / chunk * ((1 + self.backward_products) * product + traffic)
 
     def _merge_seconds(self, tile_tokens: int, reruns: float) -> float:

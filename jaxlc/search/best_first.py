@@ -255,7 +255,7 @@ def with_advice(
 def _candidates(config: Config, gpus: Topology, roofline: Roofline) -> Iterator[Candidate]:
     """`config` itself, then its changes."""
     rates, layouts = Rates(gpus, roofline), {}
-    for settings in ({}, *space.changes(config)):
+    for settings in ({}, *space.changes(config, gpus.device)):
         changed = space.unchecked(config, settings)
         steps = changed.train.gradient_accumulation_steps
         if steps not in layouts:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from jaxlc.config import Config, with_settings
 from jaxlc.config.checks.layer_checks import unsupported_problems
 from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
+from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
+from jaxlc.core.hardware import Device
 from jaxlc.core.text import count_text
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
@@ -213,12 +215,14 @@ def memory_settings(config: Config) -> Iterator[Settings]:
         yield settings
 
 
-def changes(config: Config) -> Iterator[Settings]:
+def changes(config: Config, device: Device) -> Iterator[Settings]:
     """Settings that differ from `config`: those of its memory, smaller chunks of the loss, smaller
     microbatches.
     """
-    chunk, steps = config.memory.loss_chunk_tokens, config.train.gradient_accumulation_steps
-    chunks = [chunk, *([chunk // 4] if chunk // 4 >= _MIN_CHUNK_TOKENS else [])]
+    steps = config.train.gradient_accumulation_steps
+    chunk = loss_chunk_tokens(config.model, config, device)
+    smaller = [size for size in (chunk // 4, chunk // 16) if size >= _MIN_CHUNK_TOKENS]
+    chunks = [config.memory.loss_chunk_tokens, *smaller]
     can_halve = (
         config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
     )

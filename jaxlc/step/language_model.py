@@ -28,7 +28,7 @@ from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.sharding.rules import num_entries
 from jaxlc.step.batch import BATCH_SPEC, Batch
-from jaxlc.step.loss import loss_chunk_tokens
+from jaxlc.step.loss import chunk_tokens
 from jaxlc.step.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # in host memory, for one call
@@ -128,10 +128,8 @@ class LanguageModel:
                 " positions=, such as slice(-256, None), or use token_losses"
             )
         features_BTX, head_DV = padded.functions.features(*padded.operands)
-        chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
-        chunks = np.split(
-            padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens)
-        )
+        chunk = chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
+        chunks = np.split(padded.natural_order[chosen_n], range(chunk, len(chosen_n), chunk))
         logits_BnV = np.concatenate(
             [np.asarray(self._logits(features_BTX, head_DV, chunk_n)) for chunk_n in chunks], axis=1
         )[:num_sequences]
@@ -190,7 +188,7 @@ class LanguageModel:
         num_sequences, num_scored = np.shape(positions)
         chunk = max(
             1,
-            loss_chunk_tokens(self.config, self.mesh)
+            chunk_tokens(self.config, self.mesh)
             * self.mesh.shape[CONTEXT]
             // features_BTX.shape[0],
         )

@@ -40,49 +40,19 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig, TrainConfig
-from jaxlc.config.flops import frozen_bytes, num_adapter_params, num_frozen_params, num_params
+from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.core import hardware, scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.block import over_chunks, rms_norm
 from jaxlc.sharding.mesh import Nodes, shard_map
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 
-# beyond 4096 the traffic is below a quarter of the products' time
-_SMALLEST, *_LARGER = 1024, 2048, 4096
-_FREE_MEMORY_FRACTION = 0.04  # for the float32 logits of a chunk, the largest of its arrays
 
-
-def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
-    """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or
-    chosen if that is 0.
-
-    The choice is the largest of 1024, 2048 and 4096 whose logits take at most 4% of the device
-    memory without the state and the gradients; 1024 on CPU. It ignores activations, whose size is
-    known only after compilation.
-    """
-    if config.memory.loss_chunk_tokens:
-        return config.memory.loss_chunk_tokens
+def chunk_tokens(config: Config, mesh: Mesh) -> int:
+    """`loss_chunk_tokens` on the devices of a mesh."""
     device = hardware.find(mesh.devices.flat[0].device_kind)
-    if device is None:
-        return _SMALLEST
-    parameters_on_device = config.memory.parameters == "device"
-    parts = config.model, config.lora, config.train
-    state_bytes = (8 * parameters_on_device + 8 * (config.memory.optimizer == "device")) * (
-        num_params(config.model)
-        - num_frozen_params(*parts)
-        + num_adapter_params(config.model, config.lora)
-    )
-    state_bytes += parameters_on_device * frozen_bytes(config.model, config)
-    num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
-    free_bytes = device.memory_bytes - state_bytes / num_shards
-    bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]
-    fitting = [
-        tokens
-        for tokens in _LARGER
-        if tokens * bytes_per_token <= _FREE_MEMORY_FRACTION * free_bytes
-    ]
-    return max(fitting, default=_SMALLEST)
+    return loss_chunk_tokens(config.model, config, device)
 
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
@@ -124,7 +94,7 @@ class LossSpec:
         return cls(
             mesh=mesh,
             vocab_size=config.model.vocab_size,
-            chunk_tokens=loss_chunk_tokens(config, mesh),
+            chunk_tokens=chunk_tokens(config, mesh),
             z_loss=config.train.z_loss,
             norm_epsilon=norm_epsilon,
             token_loss=token_loss,

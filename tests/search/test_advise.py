@@ -7,12 +7,15 @@ import dataclasses
 import pytest
 
 from jaxlc import plan
-from jaxlc.config import Config, defaults, load, with_settings
+from jaxlc.config import Config, defaults, load, read_config, with_settings
+from jaxlc.core import hardware
 from jaxlc.search import best_first, space
 from jaxlc.search.analytic_cost import Layout, Rates
 from jaxlc.simulate.roofline import Roofline
 from tests.plan.gpus import small_config
 from tests.plan.sample_plan import MEMORY, PREDICTED, plan_of
+
+H100 = hardware.find("h100")
 
 
 def config_8b(**memory) -> Config:
@@ -104,7 +107,7 @@ def long_config(**memory) -> Config:
 def test_changes_are_valid_and_have_a_cost(memory):
     config = long_config(**memory)
     overrides = []
-    for settings in space.changes(config):
+    for settings in space.changes(config, H100):
         assert (
             space.cost(config, settings)
             or settings.get("memory.tile_tokens") == 0
@@ -116,6 +119,16 @@ def test_changes_are_valid_and_have_a_cost(memory):
         changed = with_settings(config, settings)  # raises if settings are incompatible
         assert changed.mesh == config.mesh and changed.attention == config.attention
     assert len(set(overrides)) == len(overrides)
+
+
+@pytest.mark.parametrize(
+    "given, smaller", [(0, {0, 1024, 256}), (4096, {4096, 1024, 256}), (1024, {1024, 256})]
+)
+def test_changes_offer_smaller_chunks_of_the_loss_than_the_one_of_the_run(given, smaller):
+    config = load(read_config("64k:h100"))  # 4,096 if chosen
+    config = with_settings(config, {"memory.loss_chunk_tokens": given})
+    path = "memory.loss_chunk_tokens"
+    assert {x.get(path, given) for x in space.changes(config, H100)} == smaller
 
 
 def test_cost_joins_the_parts_of_a_change():

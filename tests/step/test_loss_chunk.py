@@ -1,14 +1,19 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from jaxlc.config import load, read_config
-from jaxlc.step.loss import loss_chunk_tokens
+from jaxlc.config import MeshConfig, load, read_config
+from jaxlc.config.flops import loss_chunk_tokens
+from jaxlc.core import hardware
+from jaxlc.search.analytic_cost import Layout, Rates
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import topology
+from jaxlc.step.loss import chunk_tokens
 
 
-def mesh(device_kind: str, **axes) -> SimpleNamespace:
-    devices = SimpleNamespace(flat=[SimpleNamespace(device_kind=device_kind)])
-    return SimpleNamespace(devices=devices, shape=dict(data=1, fsdp=1, context=1, tensor=1) | axes)
+def mesh(device_kind: str) -> SimpleNamespace:
+    return SimpleNamespace(devices=SimpleNamespace(flat=[SimpleNamespace(device_kind=device_kind)]))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,24 @@ def mesh(device_kind: str, **axes) -> SimpleNamespace:
 def test_loss_chunk_tokens_by_free_memory(memory, axes, chosen):
     config = read_config("64k:h100")
     config.memory.update(memory)
-    assert loss_chunk_tokens(load(config), mesh("NVIDIA H100 80GB HBM3", **axes)) == chosen
+    config = dataclasses.replace(load(config), mesh=MeshConfig(**axes))
+    assert chunk_tokens(config, mesh("NVIDIA H100 80GB HBM3")) == chosen
+    assert loss_chunk_tokens(config.model, config, hardware.find("h100")) == chosen  # of a search
     if memory["loss_chunk_tokens"] == 0:
-        assert loss_chunk_tokens(load(config), mesh("cpu", **axes)) == 1024
+        assert chunk_tokens(config, mesh("cpu")) == 1024
+
+
+@pytest.mark.parametrize("axes, chosen", [(dict(context=8), 4096), (dict(fsdp=2), 1024)])
+def test_estimate_of_automatic_chunk_is_that_of_its_size(axes, chosen):
+    config = load(read_config("64k:h100"))
+    train = dataclasses.replace(config.train, gradient_accumulation_steps=32)
+    config = dataclasses.replace(config, mesh=MeshConfig(**axes), train=train)
+    gpus = topology(f"h100:1x{config.mesh.num_devices}")
+    layout = Layout(config, Rates(gpus, Roofline()), {"full": "cudnn"})
+    automatic, same, other = (
+        layout.estimate(dataclasses.replace(config.memory, loss_chunk_tokens=size))
+        for size in (0, chosen, 512)
+    )
+    assert automatic == same
+    assert automatic.step_seconds < other.step_seconds
+    assert automatic.working_bytes > other.working_bytes
