@@ -136,26 +136,17 @@ class _Encoded(NamedTuple):
     has_end: bool = False  # the last token is the end of a text that is an answer
 
 
+@dataclass(frozen=True)
 class TraceReader:
     """Reads traces from records."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        vocab_size: int,
-        experts_of: ModelConfig | None = None,
-        teacher_top_k: int = 0,
-        refuses_labels: bool = False,
-    ):
-        """
-        Args:
-          vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
-          experts_of: the model whose recorded experts are read; None: these are ignored.
-          teacher_top_k: candidates of the teacher that are read; 0: these are ignored.
-          refuses_labels: a text or chat whose label is false cannot be used.
-        """
-        self._teacher_top_k, self._refuses_labels = teacher_top_k, refuses_labels
-        self.encoder, self._vocab_size, self._experts_of = encoder, vocab_size, experts_of
+    encoder: Encoder
+    vocab_size: int  # of the model, which may have more ids than the tokenizer, and sample them
+    experts_of: ModelConfig | None = (
+        None  # whose recorded experts are read; None: these are ignored
+    )
+    teacher_top_k: int = 0  # candidates of the teacher that are read; 0: these are ignored
+    refuses_labels: bool = False  # a text or chat whose label is false cannot be used
 
     def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
         """The trace of a record, or the two of a pair.
@@ -170,7 +161,7 @@ class TraceReader:
         is_sampled |= any(name in values for name in (*LOG_PROBS, *TEACHER))
         if "chosen" not in values and "rejected" not in values:
             fields = _other_fields(values, where)
-            if not self._refuses_labels:
+            if not self.refuses_labels:
                 values.pop("label", None)
             return [self._trace(values, "completion", where, is_sampled, **fields)]
         chosen, rejected = (
@@ -240,9 +231,9 @@ class TraceReader:
             tokens, in_loss = tokens[:-1], in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
-        if self._experts_of is not None:
-            fields["experts"] = recorded_experts(values, len(tokens), self._experts_of, where)
-        if self._teacher_top_k:
+        if self.experts_of is not None:
+            fields["experts"] = recorded_experts(values, len(tokens), self.experts_of, where)
+        if self.teacher_top_k:
             fields["teacher"] = self._teacher(values, in_loss, where)
         return Trace(
             where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16],
@@ -253,7 +244,7 @@ class TraceReader:
     def _teacher(
         self, values: Mapping[str, Any], in_loss: np.ndarray, where: str
     ) -> dict[str, np.ndarray]:
-        top_k, fingerprint = self._teacher_top_k, self.encoder.tokenizer.fingerprint
+        top_k, fingerprint = self.teacher_top_k, self.encoder.tokenizer.fingerprint
         if (known := values.get("teacher_tokenizer")) != fingerprint:
             raise UserError(
                 f"{where}: teacher_tokenizer is {known!r}, and the tokenizer of the run has the fingerprint"
@@ -279,7 +270,7 @@ class TraceReader:
             raise BadRecord(
                 f"{where}: teacher_log_probs are not the logarithms of probabilities of teacher_tokens"
             )
-        check_range("token", tokens, self._vocab_size, f"teacher_tokens of {where}")
+        check_range("token", tokens, self.vocab_size, f"teacher_tokens of {where}")
         best = np.argsort(-log_probs, axis=1, kind="stable")[:, :top_k]
         result = {}
         for name, array, missing, dtype in zip(TEACHER, arrays, (-1, 0), ("i4", "f4")):
@@ -364,9 +355,9 @@ class TraceReader:
         return tokens, mask
 
     def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
-        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if wrong.size:
-            expected = f"expected 0 to {self._vocab_size - 1} (config.model.vocab_size)"
+            expected = f"expected 0 to {self.vocab_size - 1} (config.model.vocab_size)"
             raise BadRecord(f"{where}: token {wrong[0]}, {expected}")
         return tokens.astype(np.int32)
 

@@ -209,24 +209,24 @@ def open_traces(
                 "no group of config.data.traces has an advantage, so no token has a gradient: give the answers of a"
                 " prompt different rewards, or set config.posttrain.no_advantage to keep"
             )
-    heldout_trees = [trees(group) for group in heldout_groups]
+    heldout_trees = [tree for group in heldout_groups for tree in trees(group)]
     if posttrain.loss == "kto":
         train_trees, order = _steps(train_groups, config)
     else:
-        train_trees, order = [trees(group) for group in train_groups], dict(seed=data.seed)
-    all_trees = (*train_trees, *heldout_trees)
-    if num_repeated := sum(tree.repeats for part in all_trees for tree in part):
+        train_trees = [tree for group in train_groups for tree in trees(group)]
+        order = dict(seed=data.seed)
+    all_trees = [*train_trees, *heldout_trees]
+    if num_repeated := sum(tree.repeats for tree in all_trees):
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
     rewards["failed"] = float(len(read) - len(trained))
     if posttrain.replay_routing:
-        rewards["experts_differ"] = experts_differ(tree for part in all_trees for tree in part)
+        rewards["experts_differ"] = experts_differ(all_trees)
 
-    def packed(parts: list[list[Tree]], **options: Any) -> PackedTraces:
-        flat = [tree for part in parts for tree in part]
-        return PackedTraces(flat, data.seq_len, dtypes, shared_tokens=data.shared_tokens, **options)
-
+    packed = functools.partial(
+        PackedTraces, seq_len=data.seq_len, dtypes=dtypes, shared_tokens=data.shared_tokens
+    )
     train = packed(train_trees, **order)
     settings = _settings(config, num_groups - len(train_groups))
     return Traces(
@@ -247,14 +247,14 @@ def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
     return reader.read(record)
 
 
-def _steps(groups: Sequence[Group], config: Config) -> tuple[list[list[Tree]], dict[str, Any]]:
+def _steps(groups: Sequence[Group], config: Config) -> tuple[list[Tree], dict[str, Any]]:
     """The trees of kto, and their order, as arguments of `PackedTraces`."""
     data, levels = config.data, config.attention.shared_prefixes
     shuffled = epoch_order(len(groups), data.seed, 0)
     traces = [trace for number in shuffled for trace in groups[number]]
     batch_size = config.train.global_batch_size
     trees, bins = labeled_steps(traces, data.seq_len, batch_size, levels=levels)
-    return [trees], dict(bins=bins, batch_size=batch_size)
+    return trees, dict(bins=bins, batch_size=batch_size)
 
 
 def _settings(config: Config, num_dropped: int) -> tuple[object, ...]:

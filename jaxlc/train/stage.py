@@ -112,9 +112,10 @@ class StageRun(Outputs):
         command.
         """
         self.checkpoints.wait()
-        if jax.process_index() == 0:
-            with watchdog.phase("export", repeats=False), self.progress.progress_bar("exporting"):
-                export_for_rollouts(self.workdir, position.step, self.stage.config)
+        with watchdog.phase("export", repeats=False), self.progress.progress_bar("exporting"):
+            on_process_0(
+                lambda: export_for_rollouts(self.workdir, position.step, self.stage.config)
+            )
         return position
 
     def make_rollouts(self, position: Position) -> Position:
