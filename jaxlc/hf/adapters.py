@@ -19,8 +19,9 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
-from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.config_json import family_of, typed_fields
 from jaxlc.config.models.families import Family
+from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
@@ -289,7 +290,8 @@ def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layo
     """
     directory = local_path(config.lora.init_from)
     base = locate(config.model.init_from)
-    content = read_json(directory / ADAPTER_FILE, "lora.init_from")
+    path = directory / ADAPTER_FILE
+    content = ReadFields(str(path), typed_fields(read_json(path, "lora.init_from"), str(path)))
     supported = dict(peft_type=("LORA",), bias=("none",), init_lora_weights=_SUPPORTED_INIT)
     supported |= dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))
     for name, values in supported.items():

@@ -1211,6 +1211,11 @@ RELEASED = {
         ),
         {"latent.query_rank": 0, "experts.groups": 1, "rope.query_mscale": 0.707},
     ),
+    "Falcon-H1 without multipliers": (
+        "falcon_h1",
+        dict(ssm_multipliers=None, mlp_multipliers=None, ssm_in_multiplier=None),
+        {"mamba2.gate_multiplier": 1, "mlp_gate_multiplier": 1},
+    ),
     "DeepSeek-V2, whose groups have no effect": (
         "deepseek_v2",
         dict(topk_method="greedy"),  # with n_group=4

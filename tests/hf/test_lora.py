@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
-from jaxlc.config import load
+from jaxlc.config import defaults, load
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.adapters import base_note
+from jaxlc.hf.adapters import adapter_settings, base_note
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -236,6 +236,26 @@ def test_adapters_of_another_base_are_named(base, is_other, tmp_path):
     note = base_note(config)
     assert bool(note) == is_other
     assert not is_other or ("org/Base-Chat" in note and "x/Base" in note)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(r="4"), "has r='4': expected an integer, at least 1"),
+        (dict(lora_alpha=-8), "has lora_alpha=-8: expected a number greater than 0"),
+        (dict(use_rslora="false"), "has use_rslora='false': expected true or false"),
+        (dict(r=None), "has no field r"),
+        (dict(lora_alpha=None), "has no field lora_alpha"),
+    ],
+)
+def test_adapters_with_invalid_settings_raise(changes, words, model, tmp_path):
+    content = dict(peft_type="LORA", r=4, lora_alpha=8) | changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    shutil.copy(model / "model-00001-of-00002.safetensors", tmp_path / "adapter_model.safetensors")
+    config = defaults()
+    config.model.init_from, config.lora.init_from = str(model), str(tmp_path)
+    with pytest.raises(UserError, match=words):
+        adapter_settings(load(config))
 
 
 def losses(workdir: Path) -> list[float]:

@@ -64,13 +64,13 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim"),
         *("n_groups", "mamba_d_ssm", "moe_latent_size"),
         *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
-        *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        *("r", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
     Positive: (
         *("rope_theta", "rope_local_base_freq", "attention_multiplier"),
         *("embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier"),
         *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
-        *("ssm_in_multiplier", "ssm_out_multiplier"),
+        *("ssm_in_multiplier", "ssm_out_multiplier", "lora_alpha"),
     ),
     int: (
         *("sliding_window", "no_rope_layer_interval", "max_window_layers"),
@@ -87,14 +87,21 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
         *("use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias"),
         *("moe_renormalize", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate"),
+        "use_rslora",
     ),
-    str: ("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
+    str: (
+        *("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
+        "base_model_name_or_path",
+    ),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
     dict: (
         *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
         *("quantization_config", "compression_config", "linear_attn_config"),
     ),
-    list[str]: ("architectures", "layer_types", "mlp_layer_types", "layers_block_type"),
+    list[str]: (
+        *("architectures", "layer_types", "mlp_layer_types", "layers_block_type"),
+        "target_parameters",
+    ),
     list[int]: (
         *("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
         *("kda_layers", "full_attn_layers"),
@@ -112,7 +119,7 @@ def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[
     unchanged.
 
     Args:
-      fields: the content of config.json, or an object in it.
+      fields: the content of config.json, or an object in it; or of adapter_config.json.
       where: the path of the file.
       path: of the object in the file, such as "rope_scaling.".
     Raises:

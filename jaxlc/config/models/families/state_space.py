@@ -198,7 +198,9 @@ def _falcon_read_settings(config: Fields) -> dict[str, Any]:
     """Projections without biases commute with multipliers: the one of the input of attention is part
     of those of its logits and of its output, the one of the input of Mamba-2 of its projections.
     """
-    into, key, state = (config[f"{x}_multiplier"] or 1.0 for x in ("attention_in", "key", "ssm_in"))
+    into, key, state = (
+        config.get(f"{x}_multiplier") or 1.0 for x in ("attention_in", "key", "ssm_in")
+    )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     order = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
     settings = {
@@ -210,7 +212,7 @@ def _falcon_read_settings(config: Fields) -> dict[str, Any]:
     }
     for name, factor in dict(mlp_multipliers=1.0, ssm_multipliers=state).items():
         names = _FALCON_LISTS[name]
-        values = config[name] or [1.0] * len(names)
+        values = config.get(name) or [1.0] * len(names)
         if len(values) != len(names):
             raise UserError(f"config.json has {name}={values}: expected {len(names)} numbers")
         settings |= {setting: factor * value for setting, value in zip(names, values)}
