@@ -46,6 +46,7 @@ from benchmarks.environment import environment_info
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import Config, defaults, load, with_settings
 from jaxlc.config.models.config_json import config_json_of
+from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.profile.trace_events import ATTENTION, MATMUL, OTHER, EventClasses, TraceEvent
 from jaxlc.runtime.start import start
 from jaxlc.search.measure import random_batch
@@ -74,6 +75,7 @@ class Row:
     tiny: dict[str, Any]  # settings of the model in a dry run
     model: dict[str, Any] = field(default_factory=dict)  # settings that differ from the preset
     lora: dict[str, float] = field(default_factory=dict)
+    fp8_matmuls: tuple[str, ...] = MATMUL_NAMES  # of jaxlc
 
 
 _TINY = dict(vocab_size=96, num_layers=2, model_dim=64, ffn_dim=96)
@@ -92,6 +94,7 @@ ROWS = {
     "experts": Row(
         title="Qwen3-30B-A3B, 4 layers", preset="qwen3-30b-a3b", num_tokens=32_768,
         model=dict(num_layers=4), tiny=_TINY | _TINY_HEADS | _TINY_EXPERTS,
+        fp8_matmuls=(*MATMUL_NAMES[:4], "expert_gate", "expert_up", "expert_down"),
     ),
     "hybrid": Row(
         title="Qwen3.5-9B, 4 layers", preset="qwen3.5-9b", num_tokens=32_768,
@@ -142,7 +145,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     about = f"timed steps of a column, after {_WARM_UP}"
     flags.DEFINE_integer("repeats", 5, about, flag_values=values)
     number("seconds", 580.0, "all processes end within this time")
-    number("column_seconds", 200.0, "a process that takes longer is ended")
+    number("column_seconds", 240.0, "a process that takes longer is ended")
     flags.DEFINE_bool("dry_run", False, "tiny models on a CPU", flag_values=values)
 
 
@@ -286,13 +289,17 @@ def run_jobs(path: Path) -> None:
 def jaxlc_config(job: dict[str, Any]) -> Config:
     """The config of a column of jaxlc, with the weights of the job."""
     num_steps = job["warm_up"] + job["repeats"]
-    precision = dict(compute="fp32", frozen="fp32") if job["dry_run"] else dict(compute="bf16")
+    precision: dict[str, Any] = dict(compute="fp32" if job["dry_run"] else "bf16")
+    if job["fp8"]:
+        precision = dict(compute="fp8", fp8_matmuls=ROWS[job["row"]].fp8_matmuls)
+    if job["dry_run"] and job["lora"]:
+        precision |= dict(frozen="fp32")
     sections = dict(
         model=dict(init_from=job["directory"]),
         data=dict(seq_len=job["tokens"]),
         attention=dict(document_mask=False),
         memory=dict(remat="attention", loss_chunk_tokens=min(4096, job["tokens"])),
-        precision=precision | (dict(compute="fp8") if job["fp8"] else {}),
+        precision=precision,
         lora=job["lora"],
         optimizer=dict(
             learning_rate=job["learning_rate"], schedule="constant", warmup_steps=0, weight_decay=0.0

@@ -61,9 +61,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
       kernels: seconds and calls per step of each kernel of the traced steps, by name. peak_bytes.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_device(job))
         _choose_attention(job, stack)
-        run_step = _make_step(job)
+        with _device(job):
+            run_step = _make_step(job)
         seconds, losses = [], []
         for _ in range(job["warm_up"] + job["repeats"]):
             start = time.perf_counter()

@@ -171,8 +171,8 @@ class Lora(nn.Module):
         super().__init__()
         self.base, self.scale = base, alpha / rank
         device = base.weight.device
-        down = torch.randn(rank, base.in_features, device=device) / math.sqrt(rank)
-        self.down = nn.Parameter(down)
+        down = torch.randn(rank, base.in_features, device=device)  # the variance of peft
+        self.down = nn.Parameter(down / math.sqrt(3 * base.in_features))
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
 
     def forward(self, x):
@@ -221,4 +221,6 @@ def _qwen3_5(config: dict[str, Any]) -> Any:
         rule = modeling.torch_chunk_gated_delta_rule
     modeling.torch_chunk_gated_delta_rule = torch.compiler.disable(rule)
     fields = transformers.AutoConfig.for_model(**config)
-    return transformers.AutoModelForCausalLM.from_config(fields, attn_implementation="sdpa")
+    return transformers.AutoModelForCausalLM.from_config(
+        fields, attn_implementation="sdpa", dtype=torch.float32
+    )
