@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 _RECORDED = """
 import hashlib, json, os
 import numpy as np
-from jaxlc.train import data
+from jaxlc.train import stage_setup
 
-_batches = data.batches
+_batches = stage_setup.batches
 
 def _recorded(*sequences, **settings):
     with open(f"{directory}/{{os.getpid()}}", "w", buffering=1) as file:
@@ -33,7 +33,7 @@ def _recorded(*sequences, **settings):
             print(json.dumps([hashlib.sha1(x).hexdigest() for x in shards]), file=file)
             yield arrays
 
-data.batches = _recorded
+stage_setup.batches = _recorded
 """
 
 
