@@ -70,7 +70,8 @@ from jaxlc.models import decoder
 from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
 from jaxlc.step.state import groups_of
 
-_TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
 _TOKENIZER_SETTINGS_BEFORE = "special_tokens_map.json"  # transformers 4 prefers its tokens
 
 

@@ -355,7 +355,9 @@ def read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str
 
 
 EVALUATIONS_FILE = "evaluations.json"  # in the directory of the checkpoints
-EVAL_LOSS, SCORES, HELDOUT_REWARD = "eval_loss", "scores", "heldout_reward"
+EVAL_LOSS = "eval_loss"
+SCORES = "scores"
+HELDOUT_REWARD = "heldout_reward"
 # key of the stored meta: the names of the evaluations that follow the checkpoint
 EVALUATED = "evaluated"
 

@@ -41,7 +41,8 @@ from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.files import local_path
 from jaxlc.core.text import did_you_mean, guarded, nearest_name
 
-_KEY_WIDTH, _WIDTH = 54, 160
+_KEY_WIDTH = 54
+_WIDTH = 160
 HELP_SECTIONS = (*SECTIONS, "stages")
 
 

@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, RED, TEAL, AMBER = "#1f5fa8", "#d1495b", "#2a9d8f", "#e9a23b"
-SKY, VIOLET = "#8fb4dc", "#7a5ea8"
+BLUE = "#1f5fa8"
+RED = "#d1495b"
+TEAL = "#2a9d8f"
+AMBER = "#e9a23b"
+SKY = "#8fb4dc"
+VIOLET = "#7a5ea8"
 # secondary text and lines, background kernels, grid lines
 GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"
 CYCLE = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)  # colors of the lines or bars of one figure

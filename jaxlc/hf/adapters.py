@@ -37,7 +37,8 @@ from jaxlc.models.lora import LORA, frozen_names
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
 _WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
-WEIGHTS_FILE, _PREFIX = "adapter_model.safetensors", "base_model.model."
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 # Fields of adapter_config.json with which adapters compute something else, or have other tensors.
 _UNSUPPORTED = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save"),

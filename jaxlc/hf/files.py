@@ -104,8 +104,8 @@ class JoinedTensor(StoredTensor):
         for part in self.parts:
             rows = slice(max(0, start), max(0, stop))
             arrays.append(part.read(read, (rows, *slices[1:])).astype(np.float32))
-            start = start - part.shape[0]
-            stop = stop - part.shape[0]
+            start -= part.shape[0]
+            stop -= part.shape[0]
         return np.concatenate(arrays)
 
 
@@ -611,7 +611,7 @@ class TensorWriter:
         end = 0
         for name, shape in shard:
             start = end
-            end = end + self._num_bytes(name, shape)
+            end += self._num_bytes(name, shape)
             header[name] = {
                 "dtype": self._dtypes[name],
                 "shape": list(shape),

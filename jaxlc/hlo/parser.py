@@ -56,7 +56,8 @@ from jaxlc.core.scopes import (
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
 
-_RECOMPUTED, _TRANSPOSED = "rematted_computation", "transpose("
+_RECOMPUTED = "rematted_computation"
+_TRANSPOSED = "transpose("
 # not jit(...), which contains the name of a function
 _TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)$")
 _MERGED = re.compile(r"(?:(.*)/)?\((.*:.*)\)$")

@@ -137,7 +137,8 @@ def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     return lax.fori_loop(0, (num_keys_B.max() + block - 1) // block, add_block, none)
 
 
-_TOKENS, _BATCH = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None), PartitionSpec(BATCH_AXES)
+_TOKENS = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
+_BATCH = PartitionSpec(BATCH_AXES)
 _LSE = PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
 # arrays that differ between the ranks that share sequences
 _PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))

@@ -45,8 +45,7 @@ class CacheLayout:
     """Where token i of a sequence is stored; functions of arrays of any shape."""
 
     num_ranks: int  # size of the context axis
-    max_tokens: int  # per sequence; a multiple of num_ranks * block_tokens
-    block_tokens: int = BLOCK_TOKENS
+    max_tokens: int  # per sequence; a multiple of num_ranks * BLOCK_TOKENS
 
     @property
     def tokens_per_rank(self) -> int:
@@ -58,17 +57,15 @@ class CacheLayout:
         """
         rounds = num_tokens // self._round_tokens
         rest = num_tokens % self._round_tokens
-        return rounds * self.block_tokens + jnp.clip(
-            rest - rank * self.block_tokens, 0, self.block_tokens
-        )
+        return rounds * BLOCK_TOKENS + jnp.clip(rest - rank * BLOCK_TOKENS, 0, BLOCK_TOKENS)
 
     def is_stored_on(self, rank: jax.Array, token: jax.Array) -> jax.Array:
         """Whether `rank` stores the token with this index."""
-        return token // self.block_tokens % self.num_ranks == rank
+        return token // BLOCK_TOKENS % self.num_ranks == rank
 
     @property
     def _round_tokens(self) -> int:
-        return self.num_ranks * self.block_tokens
+        return self.num_ranks * BLOCK_TOKENS
 
 
 def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:

@@ -25,7 +25,8 @@ from jaxlc.core import scopes
 from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.rules import Sharder
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
 _X, _W, _DOUT = range(3)  # indices into a history
 
 

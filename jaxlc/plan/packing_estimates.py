@@ -27,7 +27,8 @@ from jaxlc.simulate.packed_work import (
 )
 from jaxlc.simulate.timeline import Prediction, predict
 
-CORPUS, MIX = "corpus", "mix"
+CORPUS = "corpus"
+MIX = "mix"
 _MIN_SEQUENCES = 64
 _MIX_LONG_SHARE = 0.6  # fraction of the tokens of a sequence of the mix
 _MIX_MIN_TOKENS = 256

@@ -30,7 +30,8 @@ from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import MOSAIC, is_expert_kernel, kernel_cost
 from jaxlc.hlo.parser import COLLECTIVES, Computation, Instruction, components, is_in_attention
 
-_GPU_PLANE, _CPU_PLANE = re.compile(r"/device:GPU:\d+"), "/host:CPU"
+_GPU_PLANE = re.compile(r"/device:GPU:\d+")
+_CPU_PLANE = "/host:CPU"
 _STREAM = "Stream #"
 _SUFFIX = ".xplane.pb"
 
@@ -138,10 +139,13 @@ def _event(event: Any, stats: dict[str, Any]) -> TraceEvent:
     )
 
 
-ATTENTION, MATMUL, OTHER = "attention", "matrix products", "other kernels"
+ATTENTION = "attention"
+MATMUL = "matrix products"
+OTHER = "other kernels"
 # instead of by the copy engines, which need no multiprocessors
 HOST_COPY_KERNEL = "host copies by kernels"
-COMMUNICATION, HOST_COPY = "communication", "host copies"
+COMMUNICATION = "communication"
+HOST_COPY = "host copies"
 # If several events are in flight, the time counts for the first class of this order.
 CLASSES = (ATTENTION, MATMUL, OTHER, HOST_COPY_KERNEL, COMMUNICATION, HOST_COPY)
 

@@ -451,7 +451,7 @@ class Simulator:
         for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
             if kind != "waiting":
                 start = end
-                end = end + times / _JOINED_RUNS * seconds
+                end += times / _JOINED_RUNS * seconds
                 self._record(KERNELS, kind, start, end)
 
     def _single_run(self, computation: Computation) -> "Simulator":

@@ -15,7 +15,8 @@ from jaxlc.step.batch import Batch, token_weights
 from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
 from jaxlc.step.objective import accumulate
 
-NATURAL, ZIGZAG = "natural", "zigzag"
+NATURAL = "natural"
+ZIGZAG = "zigzag"
 
 
 class Model(Protocol):

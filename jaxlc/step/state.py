@@ -14,7 +14,8 @@ from jaxlc.models import lora
 from jaxlc.sharding import rules
 from jaxlc.step.precision import Scaling, first_scaling
 
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+HOST = jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
 _GROUP_BYTES = 2**30  # arrays that are initialized, converted or read together
 

@@ -29,7 +29,8 @@ from jaxlc.step.state import TrainState
 from jaxlc.step.step import StepMetrics
 
 PROFILE_DIRECTORY = "profile"  # in the workdir
-PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"
+PROGRAM_FILE = "step.hlo.txt.gz"
+RUN_FILE = "run.json"
 # in RUN_FILE: mean `StepMetrics.attention_pairs` of the traced steps; absent if unknown
 PAIRS = "attention_pairs"
 STEP_ANNOTATION = "train"  # name of the range of one step, with the statistic step_num

@@ -28,7 +28,8 @@ from jaxlc.runtime.watchdog import DEVICES
 from jaxlc.train.callbacks import is_period
 
 TIMES_FILE = "process_times.jsonl"  # in the workdir
-PRODUCT, COPY = "product", "copy"
+PRODUCT = "product"
+COPY = "copy"
 # The phases of a process that do not contain waiting for other processes.
 _PHASES = ("data", "callback", "export")
 # Events of Orbax, for the part of this process: name -> the time until a step can continue, and the

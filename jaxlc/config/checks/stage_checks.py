@@ -15,7 +15,10 @@ from jaxlc.config.values import invalid_value, range_problems, typed
 from jaxlc.core.errors import SettingError, UserError, raise_first
 from jaxlc.core.text import did_you_mean, nearest_name
 
-NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
+NEEDLE = "needle"
+PASSKEY = "passkey"
+LOSS = "loss"
+RULER = "ruler"
 _MIN_LOSS_LENGTH = 16
 # whose loss is compared between full and limited context; half of a shorter document
 LAST_TOKENS = 500

@@ -219,7 +219,8 @@ class FeedForward(Block):
 class Absent(FeedForward):
     """The description of a block that layers do not have: they have no norms of it either."""
 
-    name, layers = "none", "layers without a feed-forward block"
+    name = "none"
+    layers = "layers without a feed-forward block"
     tensors = saved = sizes = ()
     projections: Mapping[str, str] = {}
 

@@ -34,8 +34,10 @@ _QWEN3_5_9B = dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, con
 
 class DeltaNetKind(RecurrentKind):
     name = "gated_delta_net"
-    section, settings = "delta_net", DeltaNetConfig
-    published, published_model = _QWEN3_5_9B, "Qwen 3.5"
+    section = "delta_net"
+    settings = DeltaNetConfig
+    published = _QWEN3_5_9B
+    published_model = "Qwen 3.5"
     widths = {name: name for name in published}
     products_per_token = 3  # the delta rule reads and corrects the state, and the query reads it
     layer_types = {"gated_delta_net": "linear_attention"}

@@ -27,7 +27,8 @@ _KIMI_LINEAR = dict(key_heads=32, head_dim=128, conv_taps=4)
 
 class KdaKind(RecurrentKind):
     name = "kimi_delta"
-    section, settings = "kda", KdaConfig
+    section = "kda"
+    settings = KdaConfig
     widths = dict(
         key_heads="key_heads",
         key_dim="head_dim",
@@ -35,7 +36,8 @@ class KdaKind(RecurrentKind):
         value_dim="head_dim",
         conv_taps="conv_taps",
     )
-    published, published_model = _KIMI_LINEAR, "Kimi Linear"
+    published = _KIMI_LINEAR
+    published_model = "Kimi Linear"
     products_per_token = 3  # as of Gated DeltaNet
     layer_types = {"kimi_delta": "kimi_delta_attention"}
     tensors = (

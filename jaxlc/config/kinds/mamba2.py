@@ -47,7 +47,8 @@ _NEMOTRON_3_NANO = dict(heads=64, head_dim=64, state_dim=128, conv_taps=4)
 
 class Mamba2Kind(RecurrentKind):
     name = "mamba2"
-    section, settings = "mamba2", Mamba2Config
+    section = "mamba2"
+    settings = Mamba2Config
     widths = dict(
         key_heads="groups",
         key_dim="state_dim",
@@ -56,7 +57,8 @@ class Mamba2Kind(RecurrentKind):
         conv_taps="conv_taps",
         conv_bias="conv_bias",
     )
-    published, published_model = _NEMOTRON_3_NANO, "Nemotron 3 Nano"
+    published = _NEMOTRON_3_NANO
+    published_model = "Nemotron 3 Nano"
     products_per_token = 2  # the state is written and read
     layer_types: Mapping[str, str] = {}  # of each family
     tensors = (

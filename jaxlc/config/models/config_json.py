@@ -149,7 +149,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-MODEL_TYPE, _ARCHITECTURE = "jaxlc", "JaxlcForCausalLM"
+MODEL_TYPE = "jaxlc"
+_ARCHITECTURE = "JaxlcForCausalLM"
 _SETTINGS = "model"  # the field of config.json with the settings of ModelConfig
 _NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
 

@@ -39,11 +39,9 @@ from jaxlc.core.files import (
     read_json_file,
 )
 
-CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = (
-    "config.json",
-    "tokenizer.json",
-    "generation_config.json",
-)
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
 # Of the tokenizer, the chat template and generation.
 TEXT_FILES = (
     *(

@@ -20,10 +20,15 @@ from jaxlc.config.models.model_schema import (
 )
 from jaxlc.core.errors import Unsupported, UserError
 
-_LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_PARTIAL, _ROTATED = "partial_rotary_factor", "rotary_dim"
-_QUERY_BETA, _QUERY_MSCALE = "llama_4_scaling_beta", "mscale_all_dim"
-_THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
+_LONGEST = "max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
+_ROTATED = "rotary_dim"
+_QUERY_BETA = "llama_4_scaling_beta"
+_QUERY_MSCALE = "mscale_all_dim"
+_THETA = "rope_theta"
+_LOCAL_THETA = "rope_local_base_freq"
+_SCALING = "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
 ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
 _TYPES = {  # rope_type -> model.rope.scaling

@@ -183,7 +183,7 @@ class PackedSequences:
         at = 0
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
             first = at
-            at = at + end - begin
+            at += end - begin
             chunk = chunks.start + number - 1
             is_document_end = bool(self._is_document_end[chunk])
             stored = self.store.read(begin, end if is_document_end else end + 1)

@@ -32,7 +32,8 @@ CSV_SUFFIX = ".csv"
 LISTED_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)  # in directories
 NAMED_SUFFIXES = (ARRAY_SUFFIX, CSV_SUFFIX)  # read only where files are named
 RECORD_SUFFIXES = (*LISTED_SUFFIXES, *NAMED_SUFFIXES)
-_RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
+_RECORDS_AT_ONCE = 256
+_NESTED_RECORDS_AT_ONCE = 32
 # A file may be much smaller than its records: compressed ones are read in a stream, and each record
 # has these limits.
 MAX_LINE_BYTES = 128 << 20

@@ -48,7 +48,8 @@ _PUNCTUATION = ".,;:!?。，、！？"  # without apostrophes, with which contra
 # ByteLevel pre-tokenizer.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PREFIX = r"[^\r\n\p{L}\p{N}]?"
 _O200K_SUFFIX = rf"{_CONTRACTIONS}?"
 _KNOWN_REGEXES = (

@@ -334,8 +334,10 @@ def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
         file.write(json.dumps(dict(step=step, loads=loads)) + "\n")
 
 
-LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
-OPTIMIZER_PLOT, REWARD_PLOT = "optimizer.png", "reward.png"
+LOSS_PLOT = "loss.png"
+LOSS_BY_POSITION_PLOT = "loss_by_position.png"
+OPTIMIZER_PLOT = "optimizer.png"
+REWARD_PLOT = "reward.png"
 
 
 def write_report(

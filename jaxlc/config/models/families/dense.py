@@ -272,7 +272,8 @@ OLMO2 = Family(
 )
 
 
-_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_QKV = "self_attn.qkv_proj.weight"
+_GATE_UP = "mlp.gate_up_proj.weight"
 
 PHI3 = Family(
     model_type="phi3",
