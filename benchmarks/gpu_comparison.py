@@ -185,7 +185,11 @@ def _run_rows(
         weights.append(row_job | dict(column="weights"))
         for column in columns:
             measured.append(row_job | dict(column=column) | COLUMNS[column]._asdict())
-    call.run(weights, is_torch=True)
+    written = call.run(weights, is_torch=True)
+    if "error" in written[0]:  # of PyTorch, or of the GPU
+        for one in measured:
+            call.write(one, dict(skipped=f"no weights: {written[0]['error']}"))
+        return
     if job["dry_run"]:  # one process for each side
         for is_torch in (True, False):
             call.run([x for x in measured if x["is_torch"] == is_torch], is_torch)
@@ -221,8 +225,8 @@ class Call:
     column_seconds: float
     started: str = field(default_factory=lambda: f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}")
 
-    def run(self, jobs: Sequence[dict[str, Any]], is_torch: bool) -> None:
-        """Runs jobs in one process, and writes a result of each."""
+    def run(self, jobs: Sequence[dict[str, Any]], is_torch: bool) -> list[dict[str, Any]]:
+        """Runs jobs in one process; writes and returns a result of each."""
         left_seconds = self.deadline_seconds - time.monotonic()
         limit_seconds = min(self.column_seconds, left_seconds)
         with tempfile.TemporaryDirectory() as directory:
@@ -236,15 +240,16 @@ class Call:
             lines = [json.loads(line) for line in results.read_text().splitlines()]
         lines += [reason] * (len(jobs) - len(lines))
         for job, result in zip(jobs, lines):
-            if job["column"] != "weights" or "error" in result:
-                self._write(job, result)
+            if job["column"] != "weights":
+                self.write(job, result)
+        return lines
 
     def _command(self, jobs: Path, is_torch: bool) -> list[str]:
         if is_torch:
             return [self.python, "-m", "benchmarks.torch_gpu", str(jobs)]
         return [sys.executable, "-m", "benchmarks.gpu_comparison", f"--child={jobs}"]
 
-    def _write(self, job: dict[str, Any], result: dict[str, Any]) -> None:
+    def write(self, job: dict[str, Any], result: dict[str, Any]) -> None:
         names = ("row", "column", "tokens", "repeats", "settings", "dry_run")
         line = {name: job[name] for name in names} | dict(call=self.started) | summary(result)
         with self.out.open("a") as file:

@@ -228,7 +228,7 @@ def _choose_attention(job: dict[str, Any], stack: contextlib.ExitStack) -> None:
     if job["attention"] == "fa3":
         try:
             attention.activate_flash_attention_impl("FA3")
-        except (AttributeError, ImportError, RuntimeError) as error:
+        except (AttributeError, ImportError, RuntimeError, ValueError) as error:
             raise Unavailable(f"FlashAttention-3: {error}") from error
         stack.enter_context(attention.sdpa_kernel(backend.FLASH_ATTENTION))
     elif not job["dry_run"]:
