@@ -125,9 +125,9 @@ def _stack_batch(pair) -> jax.Array:
     return jnp.concatenate(pair, axis=0)
 
 
-def _split_chunks(x: jax.Array) -> jax.Array:
-    """The two chunks, stacked along the batch."""
-    return _stack_batch(jnp.split(x, 2, 1))
+def _split_chunks(x: jax.Array, axis: int = 1) -> jax.Array:
+    """The two chunks along `axis`, stacked along the batch."""
+    return _stack_batch(jnp.split(x, 2, axis))
 
 
 def _join_chunks(x: jax.Array, axis: int = 1) -> jax.Array:
