@@ -101,8 +101,8 @@ ROWS = {
         model=dict(num_layers=4), tiny=_TINY | _TINY_HEADS | _TINY_DELTA | dict(num_layers=4),
     ),
     "lora": Row(
-        title="Qwen3-4B, LoRA of rank 32", preset="qwen3-8b", num_tokens=65_536, lora=_LORA,
-        model=dict(model_dim=2560, ffn_dim=9728, tie_embeddings=True), tiny=_TINY | _TINY_HEADS,
+        title="Qwen3-4B, LoRA of rank 32", preset="qwen3-4b", num_tokens=65_536, lora=_LORA,
+        tiny=_TINY | _TINY_HEADS,
     ),
 }  # fmt: skip
 
