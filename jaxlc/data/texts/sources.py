@@ -198,9 +198,9 @@ _ALL_NAMES_TOKENS = 4096  # length of a document with as many names as fit
 _MAX_FILLER = 0.3  # largest probability of a run of filler words before an entry
 
 
-def phone_book_documents(num_tokens: int) -> Iterator[list[str]]:
-    """Documents of `num_tokens` words, without end; they depend on the argument only."""
-    rng = random.Random(f"0 {num_tokens}")
+def phone_book_documents(num_tokens: int, seed: int = 0) -> Iterator[list[str]]:
+    """Documents of `num_tokens` words, without end; they depend on the arguments only."""
+    rng = random.Random(f"{seed} {num_tokens}")
     while True:
         yield _document(rng, num_tokens)
 
