@@ -380,15 +380,6 @@ def test_search_ends_at_the_limit_also_without_a_result(compile_seconds):
     assert settings["data.seq_len"] == 2**15
 
 
-@pytest.mark.gpu_compiler
-def test_estimates_end_at_the_limit():
-    config = load(base_config(None, dict(model="llama3.2-1b", seq_len="32K")))
-    result = recommend(
-        config, topology("h100:1x2"), StubCompiler({}), roofline=Roofline(), end_seconds=0.0
-    )
-    assert len(result.search.candidates) == 1 and "not compiled" in result.choice[1]
-
-
 def test_page_names_what_the_estimate_cannot_order():
     search, _ = searched(
         {1: (20.0, 20), 2: (20.4, 10)}, [candidate(10, **steps(1))], [candidate(11, **tensor(2))]
