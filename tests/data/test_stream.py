@@ -24,6 +24,7 @@ from jaxlc.data.texts.documents import Fields
 
 S = 128  # sequence length
 MIB = 1 / 1024  # of data.stream_cache_gib: chunks of at least 32 KiB
+WITHOUT_STREAM = dict(data__stream=False, data__stream_cache_gib=defaults().data.stream_cache_gib)
 
 
 def documents(name: str, num: int, seed: int = 0) -> list[str]:
@@ -256,7 +257,7 @@ def test_padding_is_within_one_percent_of_the_whole(tmp_path):
     texts = [f"{i} " + "x" * int(min(rng.lognormvariate(4, 1.2), 3000)) for i in range(6000)]
     (tmp_path / "files").mkdir()
     (tmp_path / "files/a.jsonl").write_bytes(lines(texts))
-    config = load(settings(tmp_path, data__stream=False, data__eval_fraction=0.001))
+    config = load(settings(tmp_path, **WITHOUT_STREAM, data__eval_fraction=0.001))
     whole = open_corpus(config.data).train
     n = num_sequences(source := opened(tmp_path, data__stream_cache_gib=2 * MIB))
     assert source.warnings == () and len(source.train.chunks) > 5
@@ -371,7 +372,7 @@ def test_source_that_cannot_be_listed_is_named(tmp_path, name, words):
 
 def test_url_without_a_stream_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a URL, .*: set --config.data.stream=True, or copy"):
-        data_sources.open(load(settings(tmp_path, "s3://bucket/a.jsonl", data__stream=False)))
+        data_sources.open(load(settings(tmp_path, "s3://bucket/a.jsonl", **WITHOUT_STREAM)))
 
 
 def test_files_without_text_are_refused(tmp_path):

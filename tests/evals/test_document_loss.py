@@ -200,5 +200,5 @@ def test_length_too_small_for_a_task_is_refused_before_the_model_is_loaded(
     assert "error: invalid length 10 for the task needle" in capsys.readouterr().err
     with pytest.raises(UserError, match="invalid length 10 for the task needle"):
         jaxlc.evaluate(run, lengths=[10])
-    with pytest.raises(UserError, match="expected more than 0 and at most 1"):
+    with pytest.raises(UserError, match="expected greater than 0 and at most 1"):
         jaxlc.generate(run, "a", top_p=2.0, temperature=1.0)
