@@ -69,7 +69,8 @@ lint: $(READY)  ## check lint rules, format and types
 	$(VENV)/bin/python -m ruff format --check .
 	$(TYPES) --preset=basic jaxlc benchmarks scripts
 	$(TYPES) --preset=strict $(STRICT_TYPES)
-	$(TYPES) --only=missing-module-attribute --only=missing-argument jaxlc benchmarks scripts tests
+	$(TYPES) --only=missing-module-attribute --only=missing-argument --only=unexpected-keyword \
+	  jaxlc benchmarks scripts tests
 
 format: $(READY)  ## format the code
 	$(VENV)/bin/python -m ruff check --fix-only --quiet .

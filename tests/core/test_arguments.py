@@ -96,6 +96,7 @@ def test_checked_function_with_unknown_or_missing_arguments_names_them():
             "max_tokens='5' of generate(): expected int",
         ),
         (
+            # pyrefly: ignore [unexpected-keyword]
             lambda: jaxlc.generate("run", "x", max_new_tokens=5),
             "'max_new_tokens' (did you mean max_tokens?)",
         ),
