@@ -108,7 +108,7 @@ ROWS = {
 
 
 class Column(NamedTuple):
-    """A trainer and its settings. Those of PyTorch are fields of the jobs of `torch_gpu.py`."""
+    """A trainer and its settings. For PyTorch they are fields of the jobs of `torch_gpu.py`."""
 
     title: str
     is_torch: bool
@@ -169,7 +169,7 @@ def main(_: Sequence[str]) -> None:
         dry_run=values.dry_run, repeats=values.repeats, warm_up=_WARM_UP, traced=_TRACED,
         learning_rate=LEARNING_RATE, settings=values.settings,
     )  # fmt: skip
-    # Files of weights are large: without a dry run, those of one row at a time.
+    # Files of weights are large: without a dry run, only one row has them at a time.
     groups = [values.rows] if values.dry_run else [[name] for name in values.rows]
     for names in groups:
         with tempfile.TemporaryDirectory() as directory:
@@ -376,7 +376,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def class_of(kernel: str) -> str:
     """The class of a kernel of PyTorch, or of an operation of its profile of a CPU, by its name."""
-    if _FUSION.match(kernel):  # its name has those of the operations next to it
+    if _FUSION.match(kernel):  # its name contains names of the operations next to it
         return OTHER
     if _PRODUCT.search(kernel):
         return MATMUL

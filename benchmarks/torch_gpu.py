@@ -27,7 +27,7 @@ PACKAGES = (
     *("torchao", "flash-attn-3"),
 )
 _LOSS_CHUNK_TOKENS = 4096  # without Liger
-_MIN_FP8_DIM = 512  # smaller products, such as those of routers, stay in bf16
+_MIN_FP8_DIM = 512  # smaller products, such as of routers, stay in bf16
 _MAX_ERROR_CHARS = 600
 
 

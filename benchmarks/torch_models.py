@@ -149,8 +149,8 @@ def _grouped(rows, weights_EFD, ends):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order. The gradient is a gather, too; that of indexing is a scatter with
-    atomic additions.
+    """Rows in another order. The gradient is a gather, too; the gradient of indexing would be a
+    scatter with atomic additions.
     """
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class Lora(nn.Module):
-    """A frozen projection and its adapter. The initial output is that of the projection."""
+    """A frozen projection and its adapter. The initial output equals the projection's."""
 
     def __init__(self, base: Any, rank: int, alpha: float):
         super().__init__()

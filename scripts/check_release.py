@@ -1,6 +1,6 @@
 """usage: python scripts/check_release.py [EXTRA ...]
 
-Builds the wheel, installs it in a fresh environment, alone and with each extra (default: those of
+Builds the wheel, installs it in a fresh environment, alone and with each extra (default: all in
 pyproject.toml that need no GPU), and trains as README.md does, outside of the checkout. Prints a row for each extra;
 the exit status is 1 if one fails. Nothing is published.
 """

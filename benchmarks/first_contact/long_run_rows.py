@@ -53,7 +53,7 @@ def long_run_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def _settings(sizes: Sizes, is_longest: bool, steps: int) -> dict[str, Any]:
-    """The settings of a run that differ from those of `1m_1gpu:lora`."""
+    """The settings of a run that differ from `1m_1gpu:lora`."""
     settings = {
         "data.seq_len": sizes.long_run_tokens,
         "runtime.topology": "",

@@ -73,7 +73,7 @@ class ServerRollouts(RolloutMaker):
         if jax.process_index() == 0:
             lag, first = self._config.rollouts.lag, max(step, self._next_step)
             self._next_step = min(step + lag, self._config.train.steps) + 1
-            # no request refers to versions before that of this step
+            # no request refers to versions before this step's
             in_background(self._make(range(first, self._next_step), step - 1 - lag))
 
     def _answers(

@@ -50,8 +50,8 @@ class Turn(NamedTuple):
         return dict(role=ASSISTANT, content=self.text)
 
 
-# Token ids of a prompt, the most tokens of the answer, and the index of the request among those of a step, which
-# decides the random numbers
+# Token ids of a prompt, the most tokens of the answer, and the index of the request in its step, which decides
+# the random numbers
 Request = tuple[np.ndarray, int, int]
 Sample = Callable[[np.ndarray, int, int], Awaitable[Turn]]  # answers a request
 Teacher = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # adds candidates to a record

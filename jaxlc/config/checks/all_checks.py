@@ -507,7 +507,7 @@ def _data_problems(config: Config) -> Iterator[str]:
             " clear them with --config.data.sources="
         )
     if not config.data.eval_sources:
-        reason = "without config.data.eval_sources, since held-out chats are read as those of training; remove it"
+        reason = "without config.data.eval_sources, since held-out chats are read like the training chats; remove it"
         yield from without_effect(
             "data", config.data, ("eval_chat_format", "eval_chat_field"), reason
         )

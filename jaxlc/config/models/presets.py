@@ -410,7 +410,7 @@ _SIZES = "num_layers", "model_dim", "ffn_dim"
 
 def model_name(model: Mapping[str, Any]) -> str:
     """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset,
-    with "modified" if its layers differ in number or width from those of the published model.
+    with "modified" if its layers differ from the published model in number or width.
 
     Args:
       model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.

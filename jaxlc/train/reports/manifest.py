@@ -170,8 +170,8 @@ def keep_plan(workdir: Path, stage: str, plan: dict[str, Any]) -> None:
 
 
 def differing_kernel(workdir: Path, stage: str, step: TrainStep) -> str | None:
-    """How the attention kernel of a stage differs from that of the plan in `workdir`, in one line;
-    None if it does not, or if no plan is there.
+    """How the attention kernel of a stage differs from the plan in `workdir`, in one line; None if
+    it does not, or if no plan is there.
     """
     path = workdir / PLAN_FILE
     if not path.exists() or step.model is not None:
