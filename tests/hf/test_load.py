@@ -1076,6 +1076,15 @@ def test_head_dim_of_nemotron_h_may_have_its_first_name():
     assert settings["attention.head_dim"] == head_dim
 
 
+@pytest.mark.parametrize(
+    ("method", "groups"), [("group_limited_greedy", 4), ("greedy", 1), (None, 1)]
+)
+def test_groups_of_deepseek_v2_count_with_their_method_only(method, groups):
+    config = CASES["deepseek_v2"].config | dict(n_group=4, topk_group=2, topk_method=method)
+    settings = settings_of(config, "config.json")
+    assert settings["experts.groups"] == groups
+
+
 @pytest.mark.parametrize("changes", [dict(num_experts=None), dict(num_experts=4), {}])
 def test_config_json_field_may_have_its_name_in_transformers(changes):
     config = {
