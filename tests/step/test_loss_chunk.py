@@ -39,6 +39,16 @@ def test_loss_chunk_tokens_by_free_memory(memory, axes, chosen):
         assert chunk_tokens(config, mesh("cpu")) == 1024
 
 
+@pytest.mark.parametrize("parameters, chosen", [("device", 1024), ("host", 4096)])
+def test_frozen_weights_leave_less_memory_for_chunks(parameters, chosen):
+    """The bf16 weights of 70B take 65 GiB on each of two devices."""
+    config = read_config("64k:h100")
+    config.model.preset, config.lora.rank, config.precision.frozen = "llama3.1-70b", 8, "bf16"
+    config.memory.parameters = parameters
+    config = dataclasses.replace(load(config), mesh=MeshConfig(fsdp=2))
+    assert loss_chunk_tokens(config.model, config, hardware.find("h100")) == chosen
+
+
 @pytest.mark.parametrize("axes, chosen", [(dict(context=8), 4096), (dict(fsdp=2), 1024)])
 def test_estimate_of_automatic_chunk_is_that_of_its_size(axes, chosen):
     config = load(read_config("64k:h100"))
