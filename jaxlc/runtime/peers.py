@@ -92,6 +92,10 @@ _LAST_SECONDS = 22.0
 _LAST_LIMIT_SECONDS, _LIMIT_SECONDS = _LAST_SECONDS + 3.0, 15.0
 
 
+class Process0Error(UserError):
+    """Process 0 has failed, in another process. `report_failure` waits for the text of process 0."""
+
+
 class Link:
     """Watches the connections to other processes in a thread."""
 
@@ -241,14 +245,14 @@ def report_failure(error: BaseException) -> None:
     """Reports to the other processes, if there are any, that this one fails; they print the error
     and end.
 
-    A collective that fails because another process has ended is no failure of this one: it ends
-    with the message about the other process.
+    A collective that fails because another process has ended is no failure of this one, nor is a
+    failure of process 0: it ends with the message about the other process.
     """
     if _link is None:
         return
     import jax
 
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, (jax.errors.JaxRuntimeError, Process0Error)):
         _link.wait_for_loss(_COLLECTIVE_SECONDS)
     _wait_for_end()
     _link.close(failure=_text_of(error))

@@ -42,7 +42,6 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
-from jaxlc.core.errors import UserError
 from jaxlc.core.interrupts import call_within
 from jaxlc.core.text import aligned
 from jaxlc.runtime import peers
@@ -533,9 +532,9 @@ def text_of_process_0(name: str, text: str, timeout_seconds: int = _DAY_SECONDS)
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raises the error of process 0, if it has one, and in other processes a UserError."""
+    """Raises the error of process 0, if it has one, and in other processes a Process0Error."""
     if broadcast_one_to_all(np.array(error is not None)):
-        raise error or UserError("process 0 cannot continue; its message says why")
+        raise error or peers.Process0Error("process 0 cannot continue; its message says why")
 
 
 def on_process_0(call: Callable[[], T]) -> T:
