@@ -7,9 +7,10 @@ from generation_config.json, config.json and the eos_token of tokenizer_config.j
 
 import contextlib
 import json
+import math
 import operator
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -448,31 +449,10 @@ def _write_weights(
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")
-    packed = {name for path in in_mxfp4 for name in layouts[path].names}
-    shapes = [
-        (family.with_prefix(name, prefix), shape)
-        for name, shape in _shapes(layouts)
-        if name not in packed
-    ]
-    shapes_in_mxfp4 = _shapes_in_mxfp4([layouts[path] for path in in_mxfp4])
-    dtypes = {
-        family.with_prefix(name, prefix): "F32"
-        for layout in layouts.values()
-        if layout.tensor.is_float32
-        for name in layout.names
-    }
-    with TensorWriter(
-        target,
-        [
-            *(*shapes, *shapes_in_mxfp4.items()),
-            *((name, tuple(other["shape"])) for name, other in others.items()),
-        ],
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        dtypes=dtypes
-        | dict.fromkeys(shapes_in_mxfp4, "U8")
-        | {name: other["dtype"] for name, other in others.items()},
-    ) as files:
+    described = _described(layouts, dtype, in_mxfp4)
+    tensors = {family.with_prefix(name, prefix): x for name, x in described.items()}
+    tensors |= {name: (x["dtype"], tuple(x["shape"])) for name, x in others.items()}
+    with TensorWriter(target, tensors, max_shard_bytes) as files:
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
         paths, sizes = list(abstract), [x.size * x.dtype.itemsize for x in abstract.values()]
@@ -511,17 +491,6 @@ def _unchanged_mxfp4(
     if not found or experts - found or has_adapters or not is_kept:
         return set(), {}
     return found, dict(quantization_config=quantization)
-
-
-def _shapes_in_mxfp4(layouts: Iterable[Layout]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of blocks and of scales, by name."""
-    shapes = {}
-    for layout in layouts:
-        experts, inputs, outputs = layout.stored_shape
-        scales = experts, outputs, inputs // MX_BLOCK
-        for name in layout.names:
-            shapes |= {name + BLOCKS: (*scales, MX_BLOCK // 2), name + SCALES: scales}
-    return shapes
 
 
 def _write_mxfp4(files: TensorWriter, layout: Layout, experts: Mxfp4) -> None:
@@ -566,21 +535,23 @@ def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], n
     return read
 
 
-def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
-    single = {path: layout for path, layout in layouts.items() if layout.layers is None}
-    stacked = [
-        (x.layers[place[0]], x.name_at(place), x.stored_shape)
-        for x in layouts.values()
-        if x.layers is not None
-        for place in np.ndindex(x.stack_shape)
-    ]
-    by_layer = sorted(stacked, key=operator.itemgetter(0))
-    first = single.pop("embedding")
-    return list(
-        {
-            first.tensor.name: first.stored_shape,
-            **{name: shape for _, name, shape in by_layer},
-            **{x.tensor.name: x.stored_shape for x in single.values()},
-        }.items()
-    )
+def _described(
+    layouts: dict[str, Layout], dtype: str, in_mxfp4: Set[str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of all tensors: embedding, layer by layer, final norm, head."""
+    tensors = []
+    for path, layout in layouts.items():
+        for place in layout.places:
+            layer = math.inf if layout.layers is None else layout.layers[place[0]]
+            name, shape = layout.name_at(place), layout.stored_shape
+            if path == "embedding":
+                layer = -1
+            if path not in in_mxfp4:
+                own_dtype = "F32" if layout.tensor.is_float32 else dtype
+                tensors.append((layer, name, (own_dtype, shape)))
+                continue
+            experts, inputs, outputs = shape
+            scales = experts, outputs, inputs // MX_BLOCK
+            tensors.append((layer, name + BLOCKS, ("U8", (*scales, MX_BLOCK // 2))))
+            tensors.append((layer, name + SCALES, ("U8", scales)))
+    return {name: described for _, name, described in sorted(tensors, key=operator.itemgetter(0))}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxlc.config import Config
 from jaxlc.config.kinds import projection_paths
@@ -27,7 +28,7 @@ from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
 from jaxlc.core.errors import Unsupported, UserError, raise_all
 from jaxlc.core.files import ADAPTER_FILE, local_path
-from jaxlc.hf.files import TensorFiles, TensorWriter
+from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
@@ -36,6 +37,7 @@ from jaxlc.models.lora import LORA, frozen_names
 # projections that are their columns.
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
+_LAST_PARAM = "down_proj"
 _WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -126,30 +128,31 @@ def write_adapters(
             "unsupported: adapters for peft with a trained embedding that is also the output head"
             " (model.tie_embeddings); export without --adapters"
         )
-    modules = _stored_modules(config.lora.projections, layouts)
-    experts = _stored_experts(config, layouts)
-    names = {_module(parts[0]) for parts in modules.values()}
-    if family.model_type in _WITHOUT_OUT_PROJ and "out_proj" in names:
+    modules = _modules(config.lora.projections, layouts)
+    if family.model_type in _WITHOUT_OUT_PROJ and "out_proj" in {x.end for x in modules}:
         raise Unsupported(
             f"unsupported: adapters for peft of 'attention_projected' in models of type {family.model_type}, whose"
             " modules out_proj peft 0.21 refuses; export without --adapters"
         )
-    # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of
-    # experts.
-    dense = [paths for paths in modules if model.experts.num_experts and "/mlp/" in paths[0]]
-    tensors = dict(_tensors(config, params, modules, trained)) | dict(
-        _expert_tensors(config, params, experts)
-    )
-    shapes = [(name, array.shape) for name, array in tensors.items()]
-    num_bytes = sum(array.nbytes for array in tensors.values())
-    with TensorWriter(
-        target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=WEIGHTS_FILE
-    ) as files:
-        for name, array in tensors.items():
-            files.write(name, array)
-    targets = sorted({_module(parts[0]) for paths, parts in modules.items() if paths not in dense})
+    targets = set[str]()
+    parameters = set[str]()
+    for module in modules:
+        if module.is_expert:
+            parameters.add(module.end)
+        elif model.experts.num_experts and "/mlp/" in next(iter(module.columns)):
+            # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the
+            # parameters of experts.
+            parameters.add(f"{module.end}.weight")
+        else:
+            targets.add(module.end)
+    tensors = {
+        name: np.ascontiguousarray(array, np.float32)
+        for name, array in _tensors(config, params, modules, trained)
+    }
+    save_file(tensors, target / WEIGHTS_FILE)
     # the other parts of a model with images may have modules of these names
-    regex = rf"{re.escape(prefix)}.*\.({'|'.join(targets)})" if targets and prefix else ""
+    names = sorted(targets)
+    regex = rf"{re.escape(prefix)}.*\.({'|'.join(names)})" if targets and prefix else ""
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
@@ -157,13 +160,9 @@ def write_adapters(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=regex or targets,
-        target_parameters=sorted(
-            {f"{_EXPERTS}.{name}" for _, name in experts}
-            | {f"{_module(modules[paths][0])}.weight" for paths in dense}
-        )
-        or None,
-        **_patterns(config, modules, experts),
+        target_modules=regex or names,
+        target_parameters=sorted(parameters) or None,
+        **_patterns(config, modules),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,
         bias="none",
         fan_in_fan_out=False,
@@ -198,9 +197,8 @@ def read_adapters(
         for name, value in settings.items()
         if vars(own)[name] != value
     )
-    modules = _stored_modules(own.projections, layouts)
-    experts = _stored_experts(config, layouts)
-    for name, pattern in _patterns(config, modules, experts).items():
+    modules = _modules(own.projections, layouts)
+    for name, pattern in _patterns(config, modules).items():
         if content.get(name, {}) not in ({}, pattern):
             raise _unsupported(config, f"{name}={content[name]}")
     # The entries of parameters are places in `values` from 1 on: the tensors to write have the
@@ -215,7 +213,6 @@ def read_adapters(
     )
     values = np.zeros(ends[-1], np.float32)
     table = dict(_tensors(config, params, modules, {}))
-    table |= _expert_tensors(config, params, experts)
     unread = files.tensors.keys() - {name.removeprefix(_PREFIX) for name in table}
     problems = [f"{name} has no projection" for name in unread]
     for full_name, where in table.items():
@@ -279,8 +276,8 @@ def base_note(config: Config) -> str:
 def _modules_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
     """The names of the modules with adapters of these projections, in the first layer that has
     them, and of the parameters of experts."""
-    modules = _stored_modules(projections, layouts)
-    names = {parts[0].names[0] for parts in modules.values()}
+    modules = _modules([x for x in projections if x not in EXPERT_PROJECTIONS], layouts)
+    names = {f"{module.names[0]}.weight" for module in modules}
     experts = (x for x, parts in _EXPERT_PARAMS.items() if not {*parts}.isdisjoint(projections))
     return names | {f".{_EXPERTS}.{param}" for param in experts}
 
@@ -316,16 +313,14 @@ def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, 
     """The layouts of all parameters but adapters, with the names of transformers 5."""
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    return {path: _named_as_module(layout, family, prefix) for path, layout in layouts.items()}
-
-
-def _named_as_module(layout: Layout, family: Family, prefix: str) -> Layout:
-    """`layout` with the name of the tensor in transformers 5: released files of MiniMax-M2 have
-    another one for routers, and its alias is that of transformers.
-    """
-    tensor = layout.tensor
-    name = (tensor.alias or tensor).name
-    return replace(layout, tensor=replace(tensor, name=family.with_prefix(name, prefix)))
+    named = {}
+    for path, layout in layouts.items():
+        # Released files of MiniMax-M2 have another name for routers, and its alias is that of
+        # transformers.
+        name = (layout.tensor.alias or layout.tensor).name
+        tensor = replace(layout.tensor, name=family.with_prefix(name, prefix))
+        named[path] = replace(layout, tensor=tensor)
+    return named
 
 
 def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, Layout]:
@@ -347,162 +342,133 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     return trained
 
 
-def _stored_modules(
-    projections: Iterable[str], layouts: dict[str, Layout]
-) -> dict[tuple[str, ...], list[Layout]]:
-    """The layouts of the projections with adapters by the paths of the parameters that are one
-    module of the model.
+@dataclass(frozen=True, kw_only=True)
+class _Module:
+    """What `peft` gives one adapter: a module, or a parameter of transformers with the weights of
+    all experts.
 
     Queries, keys and values of linear attention may be one module, whose adapter is that of all
     three.
     """
-    names = (name for name in projections if name not in EXPERT_PROJECTIONS)
-    with_adapters = _endings(names)
-    paths_of_tensor: dict[str, list[str]] = {}
-    for path, layout in layouts.items():
-        if path.endswith(with_adapters):
-            paths_of_tensor.setdefault(layout.names[0], []).append(path)
-    return {tuple(paths): [layouts[path] for path in paths] for paths in paths_of_tensor.values()}
+
+    end: str  # of its name, which selects it in all layers
+    names: list[str]  # of the module with the adapter, by layer
+    # Path of each projection with adapters -> its outputs among those of the module.
+    columns: dict[str, np.ndarray]
+    num_outputs: int
+    is_expert: bool = False
 
 
-def _stored_experts(
-    config: Config, layouts: dict[str, Layout]
-) -> dict[tuple[str, str], dict[str, Layout]]:
-    """The layouts of gate and up, and of down, in the stacks of layers in which one of them has
-    adapters, by path.
-
-    Keys are the stack and the name of the parameter of transformers, which has the weights of all
-    experts.
+def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Module]:
+    """The modules with adapters of these projections.
 
     Raises:
-      Unsupported: the experts have another name, as in Granite 4 and Nemotron 3.
+      Unsupported: experts have another name, as in Granite 4 and Nemotron 3.
     """
-    found: dict[tuple[str, str], dict[str, Layout]] = {}
-    for param, projections in _EXPERT_PARAMS.items():
-        names = _endings(projections)
-        for path, layout in layouts.items():
-            if path.endswith(names) and set(projections) & set(config.lora.projections):
-                if f"{_EXPERTS}." not in layout.tensor.name:
-                    raise Unsupported(
-                        f"unsupported: adapters for peft of {layout.tensor.name}; export without --adapters"
-                    )
-                found.setdefault((path.rpartition("/")[0], param), {})[path] = layout
-    return found
+    with_adapters = _endings(projections)
+    modules = []
+    parts_of_tensor = dict[str, dict[str, Layout]]()
+    parts_of_experts = dict[tuple[str, str], dict[str, Layout]]()  # by stack and parameter
+    for path, layout in layouts.items():
+        param = next((x for x in _EXPERT_PARAMS if path.endswith(_endings(_EXPERT_PARAMS[x]))), "")
+        if param and not set(_EXPERT_PARAMS[param]).isdisjoint(projections):
+            parts_of_experts.setdefault((path.rpartition("/")[0], param), {})[path] = layout
+        elif path.endswith(with_adapters):
+            parts_of_tensor.setdefault(layout.names[0], {})[path] = layout
+    for parts in parts_of_tensor.values():
+        first = next(iter(parts.values()))
+        modules.append(
+            _Module(
+                end=_module(first),
+                names=[name.removesuffix(".weight") for name in first.names],
+                columns={
+                    path: np.r_[*part.stored_rows(slice(0, part.part_shape[0]))]
+                    for path, part in parts.items()
+                },
+                num_outputs=first.num_rows or first.part_shape[0],
+            )
+        )
+    for (stack, param), parts in parts_of_experts.items():
+        first = next(iter(parts.values()))
+        stem, found, _ = first.tensor.name.partition(f"{_EXPERTS}.")
+        if not found or first.layers is None:
+            raise Unsupported(
+                f"unsupported: adapters for peft of {first.tensor.name}; export without --adapters"
+            )
+        # The module of the last parameter contains that of the one before it.
+        is_inner = param != _LAST_PARAM and (stack, _LAST_PARAM) in parts_of_experts
+        name = f"{stem}{_EXPERTS}{'.base_layer' if is_inner else ''}"
+        columns = {}
+        num_outputs = 0
+        for path, part in parts.items():
+            columns[path] = num_outputs + np.arange(part.shape[-1])
+            num_outputs += part.shape[-1]
+        if first.tensor.interleaved is not None:
+            columns = {x: np.arange(y.tensor.interleaved, num_outputs, 2) for x, y in parts.items()}
+        modules.append(
+            _Module(
+                end=f"{_EXPERTS}.{param}",
+                names=[name.format(layer=layer) for layer in first.layers],
+                columns={x: y for x, y in columns.items() if x.endswith(with_adapters)},
+                num_outputs=num_outputs,
+                is_expert=True,
+            )
+        )
+    return modules
 
 
-def _patterns(
-    config: Config,
-    modules: dict[tuple[str, ...], list[Layout]],
-    experts: dict[tuple[str, str], dict[str, Layout]],
-) -> dict[str, dict[str, float]]:
+def _patterns(config: Config, modules: Sequence[_Module]) -> dict[str, dict[str, float]]:
     """The rank and alpha of modules with the adapters of several projections, with the same scale
     as the others.
     """
-    joined = {_module(parts[0]): len(parts) for parts in modules.values() if len(parts) > 1}
-    for param in {param for _, param in experts}:
-        num_adapters = len(set(_EXPERT_PARAMS[param]) & set(config.lora.projections))
-        joined |= (
-            {rf"{_EXPERTS}.{param}".replace(".", r"\."): num_adapters} if num_adapters > 1 else {}
-        )
-    alpha = {
-        name: config.lora.alpha * (num**0.5 if config.lora.rslora else num)
-        for name, num in joined.items()
-    }
+    own = config.lora
+    joined = {re.escape(x.end): len(x.columns) for x in modules if len(x.columns) > 1}
     return dict(
-        rank_pattern={name: num * config.lora.rank for name, num in joined.items()},
-        alpha_pattern=alpha,
+        rank_pattern={end: num * own.rank for end, num in joined.items()},
+        alpha_pattern={
+            end: own.alpha * (num**0.5 if own.rslora else num) for end, num in joined.items()
+        },
     )
 
 
 def _tensors(
     config: Config,
     params: Params,
-    modules: dict[tuple[str, ...], list[Layout]],
+    modules: Sequence[_Module],
     trained: dict[str, Layout],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The name and content of each tensor."""
+    """The name and content of each tensor.
+
+    Of experts, lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B
+    [out, rank experts] those of all experts in turn. Each projection has its own ranks and outputs.
+    """
     rank = config.lora.rank
-    for paths, parts in modules.items():
-        adapters = [read_adapter(config, params, path) for path in paths]
-        for layer, name in enumerate(parts[0].names):
-            pairs = [
-                (x.a[layer].reshape(-1, rank), x.b[layer].reshape(rank, -1))
-                for x in adapters
-                if x is not None
-            ]
-            lora_b = np.zeros(
-                (parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), pairs[0][1].dtype
+    for module in modules:
+        found = (read_adapter(config, params, path) for path in module.columns)
+        adapters = [adapter for adapter in found if adapter is not None]
+        num_experts = config.model.experts.num_experts if module.is_expert else 1
+        for layer, name in enumerate(module.names):
+            a_EIr = np.concatenate(
+                [x.a[layer].reshape(num_experts, -1, rank) for x in adapters], axis=2
             )
-            # each its own rows and ranks
-            for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):
-                rows = np.r_[*part.stored_rows(slice(0, b.shape[1]))]
-                lora_b[rows, i * rank : (i + 1) * rank] = b.T
-            module = _PREFIX + name.removesuffix(".weight")
-            yield f"{module}.lora_A.weight", np.concatenate([a for a, _ in pairs], axis=1).T
-            yield f"{module}.lora_B.weight", lora_b
+            b_ErO = np.zeros((num_experts, a_EIr.shape[2], module.num_outputs), a_EIr.dtype)
+            for i, (x, columns) in enumerate(zip(adapters, module.columns.values(), strict=True)):
+                ranks = slice(i * rank, (i + 1) * rank)
+                b_ErO[:, ranks, columns] = x.b[layer].reshape(num_experts, rank, -1)
+            lora_a = a_EIr.swapaxes(1, 2).reshape(-1, a_EIr.shape[1])
+            yield f"{_PREFIX}{name}.lora_A.weight", lora_a
+            lora_b = b_ErO.transpose(2, 1, 0).reshape(module.num_outputs, -1)
+            yield f"{_PREFIX}{name}.lora_B.weight", lora_b
     for path, array in params.read(trained).items() if trained else ():
         arrays = [array] if trained[path].layers is None else array
         for name, layer_array in zip(trained[path].names, arrays, strict=True):
             yield _PREFIX + name, trained[path].to_stored(layer_array)
 
 
-def _expert_tensors(
-    config: Config, params: Params, experts: dict[tuple[str, str], dict[str, Layout]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The name and content of each tensor of adapters of experts.
-
-    lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B [out, rank
-    experts] those of all experts in turn. The module of a parameter contains that of the one before
-    it, as "base_layer".
-    """
-    for (stack, param), parts in experts.items():
-        adapters = {path: read_adapter(config, params, path) for path in parts}
-        pairs = {path: (x.a, x.b) for path, x in adapters.items() if x is not None}
-        joined = len([other for other in experts if other[0] == stack])
-        is_inner = joined > 1 and param != [*_EXPERT_PARAMS][-1]
-        for number, layer in enumerate(_layers_of(parts)):
-            a_EIr = np.concatenate([a[number] for a, _ in pairs.values()], axis=2)
-            b_ErO = _joined_outputs({path: b[number] for path, (_, b) in pairs.items()}, parts)
-            num_experts, num_inputs, rank = a_EIr.shape
-            stem = next(iter(parts.values())).tensor.name.partition("{layer}")[0]
-            module = f"{_PREFIX}{stem}{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
-            yield (
-                f"{module}.lora_A.weight",
-                a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs),
-            )
-            yield (
-                f"{module}.lora_B.weight",
-                b_ErO.transpose(2, 1, 0).reshape(-1, rank * num_experts),
-            )
-
-
 def _endings(projections: Iterable[str]) -> tuple[str, ...]:
     """The ends of the paths of the weights of these projections."""
     paths = projection_paths()
     return tuple(f"/{path}" for name in projections for path in paths[name])
-
-
-def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:
-    layers = next(iter(parts.values())).layers
-    assert layers is not None
-    return layers
-
-
-def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np.ndarray:
-    """[experts, ranks, outputs] of one layer: each adapter has its own ranks, and its own outputs
-    among those of all parts."""
-    num_experts, rank, _ = (first_b := next(iter(b_of.values()))).shape
-    widths = [layout.shape[-1] for layout in parts.values()]
-    starts = dict(zip(parts, np.cumsum([0, *widths])))
-    joined = np.zeros((num_experts, rank * len(b_of), sum(widths)), first_b.dtype)
-    for i, (path, b_ErF) in enumerate(b_of.items()):
-        first = starts[path]
-        layout = parts[path]
-        columns = slice(first, first + b_ErF.shape[2])
-        if layout.tensor.interleaved is not None:
-            columns = slice(layout.tensor.interleaved, None, 2)
-        joined[:, i * rank : (i + 1) * rank, columns] = b_ErF
-    return joined
 
 
 def _module(layout: Layout) -> str:

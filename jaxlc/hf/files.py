@@ -24,7 +24,7 @@ float32 product of both, rounded to bfloat16:
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -517,41 +517,30 @@ class TensorWriter:
     def __init__(
         self,
         directory: Path,
-        shapes: Iterable[tuple[str, tuple[int, ...]]],
-        *,
-        dtype: str,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
         max_shard_bytes: int,
-        single_file: str = SINGLE_FILE,
-        dtypes: Mapping[str, str] | None = None,
     ):
         """
         Args:
           directory: exists, and has no safetensors files.
-          shapes: name and shape of all tensors, in their order in the files.
-          dtype: of the files, a key of DTYPES; arrays are converted.
+          tensors: dtype, a key of DTYPES or of a header, and shape of all tensors, in their order in the files.
           max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
-          single_file: name of the file if there is only one.
-          dtypes: of tensors that have another one, as in a header.
         """
-        shapes = [*shapes]
-        self._dtypes = dict.fromkeys((name for name, _ in shapes), dtype) | dict(dtypes or {})
-        self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
-        self._missing = {name: math.prod(shape) for name, shape in shapes}  # values
+        self._place: dict[str, tuple[IO[bytes], int, str, tuple[int, ...]]] = {}
+        self._missing = {name: math.prod(shape) for name, (_, shape) in tensors.items()}  # values
         self._files: list[IO[bytes]] = []
-        shards = _split(
-            [(name, shape, self._num_bytes(name, shape)) for name, shape in shapes], max_shard_bytes
-        )
+        shards = _split(tensors, max_shard_bytes)
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = (
-                single_file
+                SINGLE_FILE
                 if len(shards) == 1
                 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             )
-            file_of |= {name: file for name, _ in shard}
+            file_of |= dict.fromkeys(shard, file)
             self._create(directory / file, shard)
         if len(shards) > 1:
-            total = sum(self._num_bytes(name, shape) for name, shape in shapes)
+            total = sum(_num_bytes(shape, dtype) for dtype, shape in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -561,7 +550,8 @@ class TensorWriter:
         Args:
           region: slices of its first dimensions.
         """
-        (file, offset_bytes, shape), dtype = self._place[name], _STORED_DTYPES[self._dtypes[name]]
+        file, offset_bytes, dtype_name, shape = self._place[name]
+        dtype = _STORED_DTYPES[dtype_name]
         ranges = [range(*piece.indices(size)) for piece, size in zip(region, shape)]
         ranges += [range(size) for size in shape[len(region) :]]
         region_shape = tuple(map(len, ranges))
@@ -588,7 +578,7 @@ class TensorWriter:
 
     def write_bytes(self, name: str, data: np.ndarray) -> None:
         """Writes the bytes of a tensor, uint8, as they are."""
-        file, offset_bytes, _ = self._place[name]
+        file, offset_bytes, *_ = self._place[name]
         file.seek(offset_bytes)
         file.write(data)
         del self._missing[name]
@@ -603,17 +593,14 @@ class TensorWriter:
             file.close()
         assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
 
-    def _num_bytes(self, name: str, shape: Sequence[int]) -> int:
-        return _num_bytes(shape, self._dtypes[name])
-
-    def _create(self, path: Path, shard: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def _create(self, path: Path, shard: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
-        for name, shape in shard:
+        for name, (dtype, shape) in shard.items():
             start = end
-            end += self._num_bytes(name, shape)
+            end += _num_bytes(shape, dtype)
             header[name] = {
-                "dtype": self._dtypes[name],
+                "dtype": dtype,
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
@@ -622,8 +609,9 @@ class TensorWriter:
         file = path.open("w+b")  # closed in __exit__
         file.write(len(text).to_bytes(8, "little") + text)
         self._files.append(file)
-        for name, shape in shard:
-            self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0], shape
+        for name, (dtype, shape) in shard.items():
+            start = header[name]["data_offsets"][0]
+            self._place[name] = file, 8 + len(text) + start, dtype, shape
 
 
 def _is_one_range(ranges: Sequence[range], shape: Sequence[int]) -> bool:
@@ -636,15 +624,16 @@ def _is_one_range(ranges: Sequence[range], shape: Sequence[int]) -> bool:
 
 
 def _split(
-    tensors: list[tuple[str, tuple[int, ...], int]], max_shard_bytes: int
-) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Name and shape of consecutive tensors that fit into one file, given also their bytes."""
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
+) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    """Consecutive tensors that fit into one file."""
+    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled_bytes = 0
-    for name, shape, num_bytes in tensors:
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = _num_bytes(shape, dtype)
         if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            shards.append([])
+            shards.append({})
             filled_bytes = 0
-        shards[-1].append((name, shape))
+        shards[-1][name] = dtype, shape
         filled_bytes += num_bytes
     return shards
