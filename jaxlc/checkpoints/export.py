@@ -120,7 +120,10 @@ def write_text_files(
     elif set(stop_ids) <= set(known):
         stop_ids = []
     if stop_ids and (template is not None or (target / GENERATION_FILE).is_file()):
-        settings = _read(target / GENERATION_FILE) or _known_ids(source)
+        # transformers ignores those of config.json if there is a generation_config.json
+        content = {} if source is None else source.config_json()
+        names = [x for x in ("bos_token_id", "pad_token_id") if content.get(x) is not None]
+        settings = _read(target / GENERATION_FILE) or {name: content[name] for name in names}
         _write(target / GENERATION_FILE, settings | dict(eos_token_id=stop_ids))
     _write_tokenizer_settings(target, changes, longest)
     return dict(eos_token_id=stop_ids if len(stop_ids) > 1 else stop_ids[0]) if stop_ids else {}
@@ -184,18 +187,6 @@ def _write_tokenizer_settings(target: Path, changes: dict[str, Any], longest: in
     older = _read(target / _TOKENIZER_SETTINGS_BEFORE)
     if older and "eos_token" in changes:
         _write(target / _TOKENIZER_SETTINGS_BEFORE, older | dict(eos_token=changes["eos_token"]))
-
-
-def _known_ids(source: Pretrained | None) -> dict[str, int]:
-    """The special tokens of config.json, which transformers ignores if there is a
-    generation_config.json.
-    """
-    content = {} if source is None else source.config_json()
-    return {
-        name: content[name]
-        for name in ("bos_token_id", "pad_token_id")
-        if content.get(name) is not None
-    }
 
 
 def _read(path: Path) -> dict[str, Any] | None:

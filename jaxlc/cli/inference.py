@@ -162,15 +162,11 @@ def _chat(command: ParsedCommand[ChatFlags]) -> int:
 
 def _lines() -> Iterator[str]:
     """The messages of the user, without empty ones."""
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if line == "/exit":
-            return
-        if line:
-            yield line
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        for line in iter(lambda: input(prompt).strip(), "/exit"):
+            if line:
+                yield line
 
 
 @contextlib.contextmanager

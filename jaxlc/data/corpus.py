@@ -78,56 +78,6 @@ def check_has_loss(sequences: PackedSequences, what: str) -> Iterator[str]:
         )
 
 
-def check_ids(store: TokenStore, tokenizer: Tokenizer, vocab_size: int, setting: str) -> None:
-    """Checks that a model with `vocab_size` tokens has those of a store. A tokenizer may have
-    tokens that the model lacks, such as that of images; so all tokens are read in this case only.
-
-    Raises:
-      UserError: a token is not in the model.
-    """
-    num_tokens = len(store.tokens) if tokenizer.vocab_size > vocab_size else 0
-    for start in range(0, num_tokens, _CHECKED_TOKENS):
-        tokens = store.tokens[start : start + _CHECKED_TOKENS]
-        if tokens.max() >= vocab_size:
-            place = int((tokens >= vocab_size).argmax())
-            document = int(np.searchsorted(store.offsets, start + place, side="right"))
-            raise UserError(
-                f"{setting}: document {document:,} has the token {tokens[place]}"
-                f" ({tokenizer.decode(tokens[place : place + 1])!r}), and the model has tokens 0 to {vocab_size - 1}:"
-                " remove its text, or set --config.data.tokenizer to the tokenizer of the model, or"
-                f" --config.model.vocab_size={tokenizer.vocab_size}"
-            )
-
-
-def text_warnings(
-    store: TokenStore, split: Split, setting: str, has_own_text: bool
-) -> Iterator[str]:
-    """Yields warnings about text that is not UTF-8, and about documents of which only the tail is
-    held out.
-
-    Args:
-      has_own_text: False: invalid UTF-8 is expected, as in some files of Python's standard library.
-    Raises:
-      UserError: the documents are not text.
-    """
-    num_documents, first = store.notes.counts.get(INVALID_DOCUMENTS, (0, ""))
-    if num_documents and has_own_text:
-        num_characters, _ = store.notes.counts[INVALID_CHARACTERS]
-        fraction = num_characters / int(store.offsets[-1])
-        line = (
-            f"{setting}: {INVALID_DOCUMENTS}: {num_documents:,} of {store.num_documents:,}"
-            f" ({INVALID_CHARACTERS}: {num_characters:,}, first in {first!r}); convert them to UTF-8"
-        )
-        if fraction > MANY:
-            raise UserError(f"{line}, or remove them: this is {fraction:.0%} of the text")
-        yield line
-    if split.tail_tokens:
-        yield (
-            f"{setting}: too few documents ({store.num_documents:,}) for a split by document: the last"
-            f" {split.tail_tokens:,} tokens of the longest document are held out"
-        )
-
-
 class CorpusSource(NamedTuple):
     """One source of a corpus."""
 
@@ -339,8 +289,26 @@ class StoreOpener:
         return train_files
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
+        """The token store of files.
+
+        Raises:
+          UserError: as `open_store`, or a token is not in the model.
+        """
         store = open_store(files, self.config, fields, self.tokenizer, self.progress, self.log)
-        check_ids(store, self.tokenizer, self.vocab_size, files[0].setting)
+        # A tokenizer may have tokens that the model lacks, such as that of images; so all tokens are
+        # read in this case only.
+        num_tokens = len(store.tokens) if self.tokenizer.vocab_size > self.vocab_size else 0
+        for start in range(0, num_tokens, _CHECKED_TOKENS):
+            tokens = store.tokens[start : start + _CHECKED_TOKENS]
+            if tokens.max() >= self.vocab_size:
+                place = int((tokens >= self.vocab_size).argmax())
+                document = int(np.searchsorted(store.offsets, start + place, side="right"))
+                text = self.tokenizer.decode(tokens[place : place + 1])
+                raise UserError(
+                    f"{files[0].setting}: document {document:,} has the token {tokens[place]} ({text!r}), and the model"
+                    f" has tokens 0 to {self.vocab_size - 1}: remove its text, or set --config.data.tokenizer to the"
+                    f" tokenizer of the model, or --config.model.vocab_size={self.tokenizer.vocab_size}"
+                )
         self.warnings.extend(store.notes.lines(files[0].setting))
         return store
 
@@ -390,9 +358,23 @@ def packed_train(
       UserError: its documents are not text, or its chats have no token with a loss.
     """
     config, warnings, setting = opener.config, opener.warnings, setting_of(source)
+    num_invalid, first = store.notes.counts.get(INVALID_DOCUMENTS, (0, ""))
     # Python's library has test files in other encodings
-    has_own_text = source.paths != (PYTHON_STDLIB,)
-    warnings += text_warnings(store, split, setting, has_own_text)
+    if num_invalid and source.paths != (PYTHON_STDLIB,):
+        num_characters, _ = store.notes.counts[INVALID_CHARACTERS]
+        fraction = num_characters / int(store.offsets[-1])
+        line = (
+            f"{setting}: {INVALID_DOCUMENTS}: {num_invalid:,} of {store.num_documents:,}"
+            f" ({INVALID_CHARACTERS}: {num_characters:,}, first in {first!r}); convert them to UTF-8"
+        )
+        if fraction > MANY:
+            raise UserError(f"{line}, or remove them: this is {fraction:.0%} of the text")
+        warnings.append(line)
+    if split.tail_tokens:
+        warnings.append(
+            f"{setting}: too few documents ({store.num_documents:,}) for a split by document: the last"
+            f" {split.tail_tokens:,} tokens of the longest document are held out"
+        )
     num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
     rule = overlong_rule(source)
     if num_overlong and rule != "cut":

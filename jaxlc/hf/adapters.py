@@ -328,17 +328,12 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     dims = decoder.dims_of(config.model, config.lora)
     trainable, _ = lora.split(dims, frozen_names(config, lora.names_of(dims)))
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
-    experts = next((path for path in trained if path.endswith(_endings(EXPERT_PROJECTIONS))), None)
-    if experts is not None:
-        raise Unsupported(
-            f"unsupported: adapters for peft with trained {experts}; export without --adapters"
-        )
-    part = next((path for path, layout in trained.items() if layout.num_rows), None)
-    if part is not None:
-        raise Unsupported(
-            f"unsupported: adapters for peft with trained {part}, which is a part of the tensor"
-            f" {layouts[part].tensor.name}; export without --adapters"
-        )
+    for path, layout in trained.items():
+        if path.endswith(_endings(EXPERT_PROJECTIONS)) or layout.num_rows:
+            part = f", which is a part of the tensor {layout.tensor.name}" * bool(layout.num_rows)
+            raise Unsupported(
+                f"unsupported: adapters for peft with trained {path}{part}; export without --adapters"
+            )
     return trained
 
 

@@ -25,7 +25,6 @@ from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
-from jaxlc.core.processes import Row
 from jaxlc.core.text import gib, progress_lines
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
@@ -387,7 +386,17 @@ def page(
     if search.best[0][1]["warnings"]:
         lines.append("Every configuration that fits has a warning:")
     for rank, (candidate, row) in enumerate(search.best, start=1):
-        lines += _details(rank, candidate, row)
+        left_bytes = row["device_usable_bytes"] - row["device_peak_bytes"]
+        cost = space.cost(candidate.config, candidate.settings)
+        lines += [
+            f"{rank}: {space.name_of(candidate.config)}",
+            f"   leaves {left_bytes / 2**30:.0f} GiB per GPU; {cost}",
+            f"   share of the time: {row['time_by_resource']}",
+        ]
+        if row["warnings"]:
+            lines.append(f"   warning: {row['warnings']}")
+        if row["pools"]:
+            lines.append(f"   needs {space.overrides(row['pools'])}")
     if _may_use_fp8(chosen, recommendation.gpus):
         lines.append(_FP8)
     return "\n".join(lines)
@@ -412,17 +421,6 @@ def _may_use_fp8(config: Config, gpus: Topology) -> bool:
     except UserError:
         return False
     return True
-
-
-def _details(rank: int, candidate: Candidate, row: Row) -> Iterator[str]:
-    yield f"{rank}: {space.name_of(candidate.config)}"
-    left_bytes = row["device_usable_bytes"] - row["device_peak_bytes"]
-    yield f"   leaves {left_bytes / 2**30:.0f} GiB per GPU; {space.cost(candidate.config, candidate.settings)}"
-    yield f"   share of the time: {row['time_by_resource']}"
-    if row["warnings"]:
-        yield f"   warning: {row['warnings']}"
-    if row["pools"]:
-        yield f"   needs {space.overrides(row['pools'])}"
 
 
 def _nothing_fits(recommendation: Recommendation) -> Iterator[str]:

@@ -191,7 +191,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     Path(config.sources[0], "b.txt").write_bytes(text)
     expected = open_store(config)
     for name, module, value in (
-        ("_MAX_KEPT_BYTES", store_module, 100),
+        ("_HASHED_BYTES", store_module, 100),
         ("_BLOCK_BYTES", documents, 64),
         ("_BATCH_CHARACTERS", encoder, 200),
     ):

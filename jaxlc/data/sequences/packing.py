@@ -93,6 +93,9 @@ def split_documents(
     return Split(store, train_ids, np.array([longest + 1]), tail_tokens)
 
 
+_ALL_DOCUMENTS = SourceConfig(name="")  # packed as they are
+
+
 class PackedSequences:
     """An endless dataset: `sequences[i]` for any i >= 0 is a pure function of (documents, seq_len,
     seed, i).
@@ -108,33 +111,32 @@ class PackedSequences:
         document_ids: np.ndarray,
         seq_len: int,
         seed: int | None,
-        *,
-        chunk_tokens: int = 0,
-        max_document_tokens: int = 0,
-        is_full_length: bool = False,
-        weighs_answers_equally: bool = False,
+        source: SourceConfig = _ALL_DOCUMENTS,
     ):
         """
         Args:
           document_ids: int64, the documents of `store` to pack, at least one; a document may occur several times.
-          chunk_tokens: documents are cut into chunks of at most this length; 0: `seq_len`.
-          max_document_tokens: only the first tokens of a longer document are used; 0: all.
-          is_full_length: chunks shorter than `seq_len` are not used.
-          weighs_answers_equally: the loss weights of each answer of a chat have the same sum, instead of being 1; they
-            are 1 on average over the answers of the store.
+          source: how documents are cut, and which chunks are used. With answer_weights=answer, the loss weights of each
+            answer of a chat have the same sum, instead of being 1; they are 1 on average over the answers of the store.
         """
-        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (chunk_tokens, seq_len)
+        assert len(document_ids) and source.chunk_tokens <= seq_len, (source, seq_len)
         self.store = store
         self.document_ids = document_ids
         self.seq_len = seq_len
         self.seed = seed
+        if seed is not None and source.name:
+            # One of its own, so that sources of equal size have different orders.
+            hashed = hashlib.sha256(f"{seed}\0{source.name}".encode()).digest()
+            self.seed = int.from_bytes(hashed[:4])
         self.num_documents = len(document_ids)
         begins = store.offsets[document_ids]
         document_ends = store.offsets[document_ids + 1]
-        used_ends = np.minimum(document_ends, begins + (max_document_tokens or len(store.tokens)))
-        begins, ends, chunk_documents = _chunks(begins, used_ends, chunk_tokens or seq_len)
+        used_ends = document_ends
+        if overlong_rule(source) == "truncate":
+            used_ends = np.minimum(document_ends, begins + seq_len)
+        begins, ends, chunk_documents = _chunks(begins, used_ends, source.chunk_tokens or seq_len)
         is_document_end = ends == document_ends[chunk_documents]
-        if is_full_length:
+        if source.pool == "full_length":
             is_used = ends - begins == seq_len
             begins = begins[is_used]
             ends = ends[is_used]
@@ -162,7 +164,7 @@ class PackedSequences:
             lengths = answers[:, 1] - answers[:, 0]
             # of the tokens of each answer
             self._answer_weights = np.ones(len(lengths))
-            if weighs_answers_equally:
+            if source.answer_weights == "answer":
                 self._answer_weights = lengths.mean() / lengths
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
@@ -316,18 +318,7 @@ def packed_source(
       seed: data.seed; None: the same order in every epoch.
     """
     selected = np.repeat(document_ids, num_copies(store, document_ids, source, seq_len))
-    if not len(selected):
-        return None
-    return PackedSequences(
-        store,
-        selected,
-        seq_len,
-        source_seed(seed, source.name),
-        chunk_tokens=source.chunk_tokens,
-        max_document_tokens=seq_len if overlong_rule(source) == "truncate" else 0,
-        is_full_length=source.pool == "full_length",
-        weighs_answers_equally=source.answer_weights == "answer",
-    )
+    return PackedSequences(store, selected, seq_len, seed, source) if len(selected) else None
 
 
 def num_copies(
@@ -361,15 +352,6 @@ def overlong_rule(source: SourceConfig) -> str:
     if source.overlong == "auto":
         return "drop" if source.has_chats else "cut"
     return source.overlong
-
-
-def source_seed(seed: int | None, name: str) -> int | None:
-    """A seed of its own for each source of a mixture, so that sources of equal size have different
-    orders.
-    """
-    if seed is None or not name:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4])
 
 
 # sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD

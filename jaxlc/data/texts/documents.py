@@ -237,18 +237,16 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
         if not is_dict or not {*keys} <= message.keys() or message[keys[0]] is None:
             kind = f"a dictionary with the fields {[*message]}" if is_dict else kind_of(message)
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
-        messages[path] = _message_of_turn(message, path) if is_sharegpt else message
+        if is_sharegpt:
+            sender, content = str(message["from"]), message["value"]
+            if sender not in _SHAREGPT_ROLES:
+                raise BadRecord(
+                    f"{path}.from is {sender!r}, expected one of {', '.join(_SHAREGPT_ROLES)}"
+                )
+            others = {name: x for name, x in message.items() if name not in keys}
+            message = {"role": _SHAREGPT_ROLES[sender], "content": content, **others}
+        messages[path] = message
     return messages
-
-
-def _message_of_turn(turn: dict[str, Any], path: str) -> dict[str, Any]:
-    role = _SHAREGPT_ROLES.get(str(turn["from"]))
-    if role is None:
-        raise BadRecord(
-            f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}"
-        )
-    others = {name: x for name, x in turn.items() if name not in ("from", "value")}
-    return {"role": role, "content": turn["value"], **others}
 
 
 def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:

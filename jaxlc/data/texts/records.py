@@ -279,6 +279,7 @@ def _without_nulls(value: Any, in_list: bool = False) -> Any:
 def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[Any]:
     """Batches of rows with the columns that are needed of all."""
     import pyarrow
+    import pyarrow.ipc
     import pyarrow.parquet
 
     if path.name.endswith(".parquet"):
@@ -297,28 +298,20 @@ def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[A
             yield from table.iter_batches(at_once, columns=columns)
         return
     with pyarrow.memory_map(str(path)) as mapped:
-        schema, batches = _arrow_batches(mapped)
-        columns = needed(schema.names)
+        # Of Arrow's streaming format, which `datasets` writes, or of its file format.
+        is_file = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        if is_file:
+            opened = pyarrow.ipc.open_file(mapped)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            batches = opened = pyarrow.ipc.open_stream(mapped)
+        columns = needed(opened.schema.names)
         for batch in batches:
             selected = batch.select(columns)
             selected.validate(full=True)  # wrong offsets would be read outside of the file
             for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
                 yield selected.slice(begin, _RECORDS_AT_ONCE)
-
-
-def _arrow_batches(mapped: Any) -> tuple[Any, Iterator[Any]]:
-    """The schema and the batches of a file in Arrow's streaming format, which `datasets` writes, or
-    its file format.
-    """
-    import pyarrow.ipc
-
-    magic = mapped.read(6)
-    mapped.seek(0)
-    if magic != b"ARROW1":
-        stream = pyarrow.ipc.open_stream(mapped)
-        return stream.schema, iter(stream)
-    file = pyarrow.ipc.open_file(mapped)
-    return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
 def needed_columns(

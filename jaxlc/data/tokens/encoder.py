@@ -316,6 +316,7 @@ def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
 def _pieces(
     files: Sequence[SourceFile], fields: Fields, encoder: Encoder, log: Log
 ) -> Iterator[Piece]:
+    tokenizer = encoder.tokenizer
     for file in files:
         for document in read_documents(file, fields, encoder.notes):
             try:
@@ -323,8 +324,19 @@ def _pieces(
                     rendered = encoder.render(document.chat, document.where)
                     num_bytes = len(rendered.text)
                     yield Piece(rendered, document.name, is_last=True, num_bytes=num_bytes)
-                elif document.ids is not None:
-                    yield _id_piece(document, document.ids, encoder.tokenizer)
+                elif (ids := document.ids) is not None:
+                    is_known = (ids >= 0) & (ids < tokenizer.vocab_size)
+                    if not is_known.all():
+                        raise BadRecord(
+                            f"{document.where}: token {ids[~is_known][0]}, expected 0 to {tokenizer.vocab_size - 1} of"
+                            " data.tokenizer"
+                        )
+                    num_bytes = ids.nbytes
+                    if ids[-1] == tokenizer.end_of_document_id:  # which the store appends
+                        ids = ids[:-1]
+                    yield Piece(
+                        ids, document.name, is_last=True, is_first=True, num_bytes=num_bytes
+                    )
                 else:
                     yield from _text_pieces(document, encoder, log)
             except BadRecord as error:
@@ -339,7 +351,9 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
         nonlocal num_bytes, num_invalid
         for block in document.blocks:
             num_bytes += len(block)
-            num_invalid += _num_invalid_characters(block)
+            # characters that decoding replaces with U+FFFD
+            num_invalid += block.decode(errors="replace").count("\ufffd")
+            num_invalid -= block.count("\ufffd".encode())
             yield block
 
     texts = tokenizer.pieces(counted_blocks())
@@ -362,17 +376,6 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
         encoder.notes.add(INVALID_CHARACTERS, document.name, num_invalid)
 
 
-def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piece:
-    """The token IDs of a document without its end-of-document token, which the store appends."""
-    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise BadRecord(
-            f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer"
-        )
-    content = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
-    return Piece(content, document.name, is_last=True, is_first=True, num_bytes=ids.nbytes)
-
-
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     num_characters = 0
@@ -385,11 +388,6 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             num_characters = 0
     if batch:
         yield batch
-
-
-def _num_invalid_characters(block: bytes) -> int:
-    """Characters that decoding replaces with U+FFFD."""
-    return block.decode(errors="replace").count("\ufffd") - block.count("\ufffd".encode())
 
 
 def _long_piece_warning(document: str, num_characters: int, tokenizer: Tokenizer) -> str:

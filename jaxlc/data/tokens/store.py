@@ -54,7 +54,7 @@ from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens.encoder import Encoder, Log, Piece, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
-_MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory
+_HASHED_BYTES = 16 << 20  # of tokens, at a time
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
 
 
@@ -223,8 +223,6 @@ class TokenWriter:
         self._out = out
         self._dtype = dtype
         self._document_bytes = 0  # bytes of the current document
-        # its tokens, to be hashed; empty for a long document, which is read again
-        self._kept: list[bytes] = []
         _write_header(out, dtype, 0)
 
     def add(self, ids: np.ndarray) -> None:
@@ -232,32 +230,22 @@ class TokenWriter:
         stored = ids.astype(self._dtype).tobytes()
         self._out.write(stored)
         self.num_tokens += len(ids)
-        is_kept = self._document_bytes == sum(map(len, self._kept))
         self._document_bytes += len(stored)
-        self._kept = (
-            [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []
-        )
 
     def end_document(self, name: str, end_id: int) -> None:
         self.add(np.array([end_id]))
-        # The hash starts with the length, which is known only now.
+        # The hash starts with the length, which is known only now, so the tokens are read again.
         self.content_hash.update(
             f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape")
         )
-        for stored in self._kept or self._read_document():
-            self.content_hash.update(stored)
+        self._out.seek(-self._document_bytes, os.SEEK_END)
+        while block := self._out.read(_HASHED_BYTES):
+            self.content_hash.update(block)
         self.lengths.append(self._document_bytes // self._dtype.itemsize)
         self._document_bytes = 0
-        self._kept = []
 
     def finish(self) -> None:
         _write_header(self._out, self._dtype, self.num_tokens)
-
-    def _read_document(self) -> Iterator[bytes]:
-        """Reads the current document from the file; leaves the file at its end."""
-        self._out.seek(-self._document_bytes, os.SEEK_END)
-        while block := self._out.read(_MAX_KEPT_BYTES):
-            yield block
 
 
 def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:

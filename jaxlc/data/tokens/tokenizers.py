@@ -75,7 +75,10 @@ def safe_cuts(tokenizer: dict) -> re.Pattern[str] | None:
     stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
-    if normalizer.get("type") in (None, "NFC") and _cuts_at_regex(stages):
+    # ByteLevel without a regex returns the entire text as one pre-token.
+    has_regex = any(stage.get("type") == "Split" or stage.get("use_regex") for stage in stages)
+    is_known = has_regex and all(_is_known(stage) for stage in stages)
+    if is_known and normalizer.get("type") in (None, "NFC"):
         cuts = _cut_pattern("\n" + _PUNCTUATION)
     else:
         cuts = _sentencepiece_cuts(model, stages, normalizer)
@@ -103,13 +106,6 @@ def text_pieces(
             begin = cut.end()
         buffer = buffer[begin:]
     yield buffer
-
-
-def _cuts_at_regex(stages: list[dict]) -> bool:
-    """Whether all stages of a pre-tokenizer are known. One of them applies a regex: ByteLevel
-    without one returns the entire text as one pre-token."""
-    has_regex = any(stage.get("type") == "Split" or stage.get("use_regex") for stage in stages)
-    return has_regex and all(_is_known(stage) for stage in stages)
 
 
 def _is_known(stage: dict) -> bool:
@@ -295,20 +291,12 @@ class HuggingFaceTokenizer:
     `ByteTokenizer`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        end_token: str = "",
-        parse_special_tokens: bool = False,
-        start_token: str = AUTO,
-    ):
+    def __init__(self, data: DataConfig):
+        """The tokenizer of data.tokenizer. Its end-of-document token is data.end_token; empty: the
+        first of the usual names that is a special token, or the eos_token of tokenizer_config.json
+        in the same directory.
         """
-        Args:
-          end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or
-            the eos_token of tokenizer_config.json in the same directory.
-          parse_special_tokens: `encode` converts the text of a special token to this token.
-          start_token: as data.start_token.
-        """
+        self.name = name = data.tokenizer
         errors.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
@@ -325,8 +313,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
         self._tokenizer.no_padding()
         # By default, the text "</s>" in a document is not a special token.
-        self._tokenizer.encode_special_tokens = not parse_special_tokens
-        self.name = name
+        self._tokenizer.encode_special_tokens = not data.parse_special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
         if self.vocab_size > _MAX_VOCAB_SIZE:  # the package would list the gaps
@@ -334,7 +321,7 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer {name!r} has the token ID {self.vocab_size - 1}; {_EXPECTED}"
             )
         self._cuts = (
-            None if parse_special_tokens else safe_cuts(parse_json(self._tokenizer.to_str()))
+            None if data.parse_special_tokens else safe_cuts(parse_json(self._tokenizer.to_str()))
         )
         self.no_pieces_reason = (
             "" if self._cuts else "is not known to give the same tokens for text in pieces"
@@ -343,15 +330,15 @@ class HuggingFaceTokenizer:
         named = named_tokens(read_tokenizer_config(path.parent))
         usual = (token for token in _END_OF_DOCUMENT if token in special)
         usual = next(usual, named.get("eos_token", ""))
-        self.end_of_document_id = self._end_token_id(end_token or usual)
+        self.end_of_document_id = self._end_token_id(data.end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if end_token not in ("", usual) or parse_special_tokens:
+        if data.end_token not in ("", usual) or data.parse_special_tokens:
             self._add_to_fingerprint(
-                self.end_of_document_id, *["special tokens"] * parse_special_tokens
+                self.end_of_document_id, *["special tokens"] * data.parse_special_tokens
             )
         self.start_ids = self.own_start_ids
-        if start_token != AUTO:
-            ids = [self._token_id("data.start_token", start_token)] if start_token else []
+        if (start := data.start_token) != AUTO:
+            ids = [self._token_id("data.start_token", start)] if start else []
             self.start_ids = np.array(ids, np.int32)
         if self.start_ids.size:
             self._add_to_fingerprint(self.start_ids.tolist())
@@ -448,30 +435,29 @@ def load_tokenizer(name: str, **settings: Any) -> Tokenizer:
 
     Args:
       name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
-      settings: as of `HuggingFaceTokenizer`.
+      settings: others of the section data, such as end_token.
+    Raises:
+      UserError: as `tokenizer_of`.
+    """
+    return tokenizer_of(DataConfig(tokenizer=name, **settings))
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a config.
+
     Raises:
       UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
-    if name != "bytes":
-        return HuggingFaceTokenizer(name, **settings)
+    if data.tokenizer != "bytes":
+        return HuggingFaceTokenizer(data)
     for setting in ("end_token", "start_token"):
-        token = settings.get(setting, AUTO)
+        token = vars(data)[setting]
         if token not in ("", AUTO):
             raise UserError(
                 f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
                 f" which has its own end-of-document token and no start token: remove {setting}"
             )
     return ByteTokenizer()
-
-
-def tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
-    return load_tokenizer(
-        data.tokenizer,
-        end_token=data.end_token,
-        parse_special_tokens=data.parse_special_tokens,
-        start_token=data.start_token,
-    )
 
 
 def with_start(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
