@@ -105,29 +105,31 @@ def run(script: str, hub: Hub, tmp_path: Path, *values: object, **more: str) -> 
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_split_is_read_after_an_interruption_and_again_without_a_network(hub: Hub, tmp_path: Path):
+def test_split_is_read_after_an_interruption_without_a_network_and_after_a_change(
+    hub: Hub, tmp_path: Path
+):
     repo = hub.repos["datasets/org/talk"]
-    call = [f"hub:org/talk@{repo.main}/plain/train"], [f"hub:org/talk@{repo.main}/chats/train"]
+    first = repo.main
+    call = [f"hub:org/talk@{first}/plain/train"], [f"hub:org/talk@{first}/chats/train"]
+    branch = ["hub:org/talk/plain/test"], []
     hub.cut_bytes = 1000
-    (result,) = opened(hub, tmp_path, call)
+    result, before = opened(hub, tmp_path, call, branch)
     files, warnings, num_documents, answers, _ = result
     assert hub.cut_bytes == 0  # a download was interrupted
     assert [name for name, _ in files] == ["plain/train-0.parquet", "plain/train-1.parquet"]
     for name, path in files:
-        assert Path(path).read_bytes() == repo.commits[repo.main][name]
+        assert Path(path).read_bytes() == repo.commits[first][name]
     assert (num_documents, answers, warnings) == (60, "answer<|im_end|>" * 2, [])
+
     num_requests = len(hub.requests)
-    assert opened(hub, tmp_path, call, HF_HUB_OFFLINE="1") == [result]
-    assert len(hub.requests) == num_requests
+    unknown = ["hub:org/talk/plain/dev"], []
+    kept, offline = opened(hub, tmp_path, call, unknown, HF_HUB_OFFLINE="1")
+    assert kept == result and len(hub.requests) == num_requests
+    assert "the hub cannot be reached, and its cache has no copy" in offline
 
-
-def test_branch_that_changed_gives_other_files_and_names_its_commit(hub: Hub, tmp_path: Path):
-    repo = hub.repos["datasets/org/talk"]
-    call, first = (["hub:org/talk/plain/test"], []), repo.main
-    before = opened(hub, tmp_path, call)[0]
     second = repo.commit({"plain/test.parquet": repo.commits[first]["plain/train-0.parquet"]})
     pinned = [f"hub:org/talk@{first}/plain/test"], []
-    after, kept = opened(hub, tmp_path, call, pinned)
+    after, kept = opened(hub, tmp_path, branch, pinned)
     assert f"is hub:org/talk@{first} now: name this commit" in before[1][0]
     assert f"is hub:org/talk@{second} now" in after[1][0]
     assert before[4] != after[4] and before[4] == kept[4]
@@ -158,8 +160,6 @@ def test_what_the_hub_does_not_have_is_one_sentence(hub: Hub, tmp_path: Path):
     errors = opened(hub, tmp_path, *(([name], []) for name in refused))
     for error, (name, expected) in zip(errors, refused.items(), strict=True):
         assert name in error and expected in error and "\n" not in error
-    (offline,) = opened(hub, tmp_path, (["hub:org/talk/plain/dev"], []), HF_HUB_OFFLINE="1")
-    assert "the hub cannot be reached, and its cache has no copy" in offline
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from jaxlc.train.reports.manifest import stored_settings
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 from tests.train.runs import train, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
+
 
 def test_train_tokens_are_rounded_up_to_steps():
     config = defaults()

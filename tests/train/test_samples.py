@@ -36,7 +36,8 @@ def config(tmp_path_factory):
 
     def changed(**train):
         settings = read_config(str(path))
-        settings.train.update(steps=8, eval_every_steps=0, **train)
+        settings.model.num_layers = 1
+        settings.train.update(dict(steps=8, eval_every_steps=0, eval_sequences=0) | train)
         return settings
 
     return changed
@@ -71,10 +72,11 @@ def test_samples_are_those_of_the_checkpoint_and_change_no_loss(
     output = capsys.readouterr().out
     assert "samples    2 texts" in output and "sample of step 4: def " in output
     options = dict(max_tokens=6, temperature=0.7, top_p=0.9)
-    for step in (4, 8):  # the run has context=4 x tensor=2
-        result = jaxlc.load(tmp_path, step=step, mesh={})
-        generations = jaxlc.generate(result, ["def ", "import"], **options)
-        assert list(texts(tmp_path, step).values()) == [x.text for x in generations]
+    result = jaxlc.load(tmp_path, mesh={})  # the run has context=4 x tensor=2
+    generations = jaxlc.generate(result, ["def ", "import"], **options)
+    assert list(texts(tmp_path, 8).values()) == [x.text for x in generations]
+    assert texts(tmp_path, 4).keys() == texts(tmp_path, 8).keys()
+    assert texts(tmp_path, 4) != texts(tmp_path, 8)
     assert any("def " in str(path.read_bytes()) for path in (tmp_path / "tensorboard").iterdir())
 
 
@@ -155,14 +157,15 @@ def test_sampler_has_no_second_copy_of_the_weights_on_gpus(name, mesh, share):
     assert temporary < share * bytes_per_device(copy)
 
 
-def test_samples_fail_training_goes_on_without_evaluation(config, tmp_path, monkeypatch, capsys):
+def test_samples_fail_training_goes_on_without_evaluation(
+    config, plain, tmp_path, monkeypatch, capsys
+):
     def fail(*arguments, **options):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(Generator, "__call__", fail)
-    run(config(eval_sequences=0), tmp_path / "plain")
-    result = run(config(**SAMPLES, eval_sequences=0), tmp_path)
-    assert result.step == 8 and losses(tmp_path) == losses(tmp_path / "plain")
+    result = run(config(**SAMPLES), tmp_path)
+    assert result.step == 8 and losses(tmp_path) == plain
     assert result.evaluation is None
     assert all("eval_loss" not in row for row in runs.rows(tmp_path))
     with pytest.raises(UserError, match="no held-out"):
@@ -178,7 +181,10 @@ def test_samples_fail_training_goes_on_without_evaluation(config, tmp_path, monk
         (dict(sample_every_steps=4), "only together"),
         (dict(sample_prompts=("a",)), "only together"),
         (dict(eval_sequences=0, early_stop_evals=2), "eval_sequences=0 has none"),
-        (dict(early_stop_evals=2), "no effect without config.train.eval_every_steps"),
+        (
+            dict(eval_sequences=2, early_stop_evals=2),
+            "no effect without config.train.eval_every_steps",
+        ),
     ],
 )
 def test_settings_of_samples_without_effect_raise(config, train, problem):
@@ -187,8 +193,8 @@ def test_settings_of_samples_without_effect_raise(config, train, problem):
 
 
 def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path):
-    settings = config(early_stop_evals=2)
-    settings.train.update(eval_every_steps=1, steps=6, checkpoint_every_steps=0)
+    settings = config(early_stop_evals=2, eval_every_steps=1, eval_sequences=2)
+    settings.train.update(steps=6, checkpoint_every_steps=0)
     settings.optimizer.learning_rate = 3.0  # the loss rises
     result = run(settings, tmp_path)
     found = [row["eval_loss"] for row in runs.rows(tmp_path) if "eval_loss" in row][1:]
