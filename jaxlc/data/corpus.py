@@ -49,7 +49,6 @@ from jaxlc.data.texts.sources import (
     list_files,
     phone_book_file,
 )
-from jaxlc.data.tokens.encoder import Log
 from jaxlc.data.tokens.store import NoText, TokenStore, open_store
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
@@ -134,7 +133,7 @@ class Corpus(DataSource):
     @classmethod
     def open(cls, config: Config, inputs: Inputs) -> "Corpus":
         with inputs.progress("reading the corpus") as update:
-            return open_corpus(config.data, update, inputs.log, inputs.tokenizer, inputs.vocab_size)
+            return open_corpus(config.data, inputs, update)
 
     @property
     def epoch_sequences(self) -> int:
@@ -161,19 +160,14 @@ class Corpus(DataSource):
 
 
 def open_corpus(
-    config: DataConfig,
-    progress: Update = no_progress,
-    log: Log = lambda line: None,
-    tokenizer: Tokenizer | None = None,
-    vocab_size: int | None = None,
+    config: DataConfig, inputs: Inputs | None = None, progress: Update = no_progress
 ) -> Corpus:
     """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
     Args:
       config: eval_fraction 0: nothing is held out.
-      log: prints one line while the corpus is opened.
-      tokenizer: of the config, if it is loaded already.
-      vocab_size: of the model, which may lack tokens of the tokenizer; None: any token may occur.
+      inputs: None: the tokenizer is loaded, and any token of it may occur.
+      progress: called with the bytes of text that are tokenized, and in total.
     Raises:
       UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
@@ -182,15 +176,15 @@ def open_corpus(
             "unsupported: config.data.stream where the whole corpus is read; use --config.data.stream=False and some of"
             " its files"
         )
-    tokenizer = tokenizer or tokenizer_of(config)
+    if inputs is None:
+        tokenizer = tokenizer_of(config)
+        inputs = Inputs(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
     eval_files, _ = list_files(config.eval_sources, EVAL_SETTING)
     opener = StoreOpener(
         config=config,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size or tokenizer.vocab_size,
+        inputs=inputs,
         eval_paths={file.path.resolve() for file in eval_files},
         progress=progress,
-        log=log,
     )
     configs = source_configs(config)
     # Before anything is tokenized.
@@ -223,13 +217,13 @@ def open_corpus(
     ]
     identity = (
         described if config.mixture else stores[0].fingerprint,
-        tokenizer.fingerprint,
+        inputs.tokenizer.fingerprint,
         config.seq_len,
         heldout_identity,
         config.seed,
     )
     return Corpus(
-        tokenizer=tokenizer,
+        tokenizer=inputs.tokenizer,
         train=_in_shares(config, [(source.train, source.share) for source in sources]),
         heldout=heldout,
         sources=tuple(sources),
@@ -250,11 +244,9 @@ class StoreOpener:
     """Lists the files of sources and opens their token stores."""
 
     config: DataConfig
-    tokenizer: Tokenizer
-    vocab_size: int
+    inputs: Inputs
     eval_paths: set[Path]  # of the files of data.eval_sources
     progress: Update
-    log: Log
     warnings: list[str] = field(default_factory=list)
 
     def files(self, source: SourceConfig) -> list[SourceFile]:
@@ -294,20 +286,21 @@ class StoreOpener:
         Raises:
           UserError: as `open_store`, or a token is not in the model.
         """
-        store = open_store(files, self.config, fields, self.tokenizer, self.progress, self.log)
+        tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
+        store = open_store(files, self.config, fields, tokenizer, self.progress, self.inputs.log)
         # A tokenizer may have tokens that the model lacks, such as that of images; so all tokens are
         # read in this case only.
-        num_tokens = len(store.tokens) if self.tokenizer.vocab_size > self.vocab_size else 0
+        num_tokens = len(store.tokens) if tokenizer.vocab_size > vocab_size else 0
         for start in range(0, num_tokens, _CHECKED_TOKENS):
             tokens = store.tokens[start : start + _CHECKED_TOKENS]
-            if tokens.max() >= self.vocab_size:
-                place = int((tokens >= self.vocab_size).argmax())
+            if tokens.max() >= vocab_size:
+                place = int((tokens >= vocab_size).argmax())
                 document = int(np.searchsorted(store.offsets, start + place, side="right"))
-                text = self.tokenizer.decode(tokens[place : place + 1])
+                text = tokenizer.decode(tokens[place : place + 1])
                 raise UserError(
                     f"{files[0].setting}: document {document:,} has the token {tokens[place]} ({text!r}), and the model"
-                    f" has tokens 0 to {self.vocab_size - 1}: remove its text, or set --config.data.tokenizer to the"
-                    f" tokenizer of the model, or --config.model.vocab_size={self.tokenizer.vocab_size}"
+                    f" has tokens 0 to {vocab_size - 1}: remove its text, or set --config.data.tokenizer to the"
+                    f" tokenizer of the model, or --config.model.vocab_size={tokenizer.vocab_size}"
                 )
         self.warnings.extend(store.notes.lines(files[0].setting))
         return store

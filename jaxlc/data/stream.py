@@ -293,7 +293,7 @@ class ChunkedSequences(JoinedSequences):
                 raise UserError(_with_places(str(error), places)) from error
             store.read(0, 1)  # opens the file
         for line in opener.warnings:
-            opener.log(f"warning: {_with_places(line, places)}")
+            opener.inputs.log(f"warning: {_with_places(line, places)}")
         with self._lock:
             self._bytes[number] = store.tokens.nbytes
         return packed
@@ -343,11 +343,9 @@ class Stream(DataSource):
         with inputs.progress("listing the files of the stream") as update:
             opener = corpus.StoreOpener(
                 config=data,
-                tokenizer=inputs.tokenizer,
-                vocab_size=inputs.vocab_size,
+                inputs=inputs,
                 eval_paths=set(),
                 progress=update,
-                log=inputs.log,
             )
             evaluated, _ = list_files(data.eval_sources, EVAL_SETTING)
             heldout = corpus.open_heldout(opener, evaluated) if evaluated else None

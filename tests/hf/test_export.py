@@ -27,6 +27,7 @@ from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
 from jaxlc.data.data_sources import load_matching_tokenizer
+from jaxlc.data.sequences.loader import Inputs
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens import chat_templates
 from jaxlc.hf.files import TensorWriter
@@ -591,7 +592,7 @@ def test_tokens_that_the_model_lacks_are_refused_only_where_they_occur(tmp_path)
     for path, words in zip(texts, ("", message)):
         data = dataclasses.replace(config.data, sources=(str(path),))
         with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
-            open_corpus(data, vocab_size=config.model.vocab_size)
+            open_corpus(data, Inputs(tokenizer=tokenizer, vocab_size=config.model.vocab_size))
     traces = tmp_path / "traces.jsonl"
     traces.write_text(json.dumps(dict(prompt="a", completion="b<image>")) + "\n")
     with_traces = config_of(directory, data__traces=(str(traces),), data__seq_len=8)
