@@ -105,9 +105,22 @@ def run(script: str, hub: Hub, tmp_path: Path, *values: object, **more: str) -> 
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_split_is_read_after_an_interruption_without_a_network_and_after_a_change(
+# Name -> the end of its error.
+REFUSED = {
+    "hub:org/talk": "add /SUBSET/SPLIT: there is more than one subset; expected one of plain, chats",
+    "hub:org/talk/plian/train": "it has no subset 'plian'; expected one of plain, chats",
+    "hub:org/talk/plain/dev": "it has no split 'dev'; expected one of train, test",
+    "hub:org/talk@v2/plain/train": "it has no such revision: name a commit, branch or tag",
+    "hub:org/none/plain/train": "no such data set for you: check the name, its terms of use, and `hf auth",
+    "hub:org/secret/plain/train": "no such data set for you",
+    "hub:org/gated/plain/train": "no such data set for you",
+}
+
+
+def test_split_is_read_after_interruptions_and_changes_or_refused_in_one_sentence(
     hub: Hub, tmp_path: Path
 ):
+    """One test, since each start of another process takes seconds."""
     repo = hub.repos["datasets/org/talk"]
     first = repo.main
     call = [f"hub:org/talk@{first}/plain/train"], [f"hub:org/talk@{first}/chats/train"]
@@ -129,10 +142,13 @@ def test_split_is_read_after_an_interruption_without_a_network_and_after_a_chang
 
     second = repo.commit({"plain/test.parquet": repo.commits[first]["plain/train-0.parquet"]})
     pinned = [f"hub:org/talk@{first}/plain/test"], []
-    after, kept = opened(hub, tmp_path, branch, pinned)
+    refused = [([name], []) for name in REFUSED]
+    after, kept, *errors = opened(hub, tmp_path, branch, pinned, *refused)
     assert f"is hub:org/talk@{first} now: name this commit" in before[1][0]
     assert f"is hub:org/talk@{second} now" in after[1][0]
     assert before[4] != after[4] and before[4] == kept[4]
+    for error, (name, expected) in zip(errors, REFUSED.items(), strict=True):
+        assert name in error and expected in error and "\n" not in error
 
 
 def test_streamed_split_has_every_document_and_is_not_downloaded(hub: Hub, tmp_path: Path):
@@ -145,21 +161,6 @@ def test_streamed_split_has_every_document_and_is_not_downloaded(hub: Hub, tmp_p
         f"hf://datasets/org/talk@{commit}/{x}" for x in files
     ]
     assert not [*(tmp_path / "hf").rglob("*.parquet")]
-
-
-def test_what_the_hub_does_not_have_is_one_sentence(hub: Hub, tmp_path: Path):
-    refused = {
-        "hub:org/talk": "add /SUBSET/SPLIT: there is more than one subset; expected one of plain, chats",
-        "hub:org/talk/plian/train": "it has no subset 'plian'; expected one of plain, chats",
-        "hub:org/talk/plain/dev": "it has no split 'dev'; expected one of train, test",
-        "hub:org/talk@v2/plain/train": "it has no such revision: name a commit, branch or tag",
-        "hub:org/none/plain/train": "no such data set for you: check the name, its terms of use, and `hf auth",
-        "hub:org/secret/plain/train": "no such data set for you",
-        "hub:org/gated/plain/train": "no such data set for you",
-    }
-    errors = opened(hub, tmp_path, *(([name], []) for name in refused))
-    for error, (name, expected) in zip(errors, refused.items(), strict=True):
-        assert name in error and expected in error and "\n" not in error
 
 
 @pytest.mark.parametrize(

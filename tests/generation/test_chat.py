@@ -46,10 +46,11 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model):
     # the last token of an answer is not in the cache
     assert second.tokens.tolist() == expected and conversation.num_prefilled == 9 + 1
     # a rewritten history: from its first difference, or from the state before it
-    other = np.concatenate([ids, [57, 58, 59, 60]]).astype(np.int32)
+    # The length is that of `more`, so that `fresh` compiles nothing.
+    other = np.concatenate([ids, np.arange(46, 60)]).astype(np.int32)
     rewritten = conversation.answer(other, **OPTIONS)
     assert rewritten.tokens.tolist() == fresh(other)
-    assert conversation.num_prefilled == 4
+    assert conversation.num_prefilled == 14
     with pytest.raises(UserError, match="max_context=128"):
         conversation.answer(np.zeros(125, np.int32), **OPTIONS)
 

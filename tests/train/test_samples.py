@@ -27,7 +27,7 @@ from tests.train import runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 
-SAMPLES = dict(sample_every_steps=4, sample_prompts=("def ", "import"), sample_tokens=6)
+SAMPLES = dict(sample_every_steps=2, sample_prompts=("def ", "import"), sample_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def config(tmp_path_factory):
     def changed(**train):
         settings = read_config(str(path))
         settings.model.num_layers = 1
-        settings.train.update(dict(steps=8, eval_every_steps=0, eval_sequences=0) | train)
+        settings.optimizer.learning_rate = 0.05  # so that texts change
+        settings.train.update(dict(steps=4, eval_every_steps=0, eval_sequences=0) | train)
         return settings
 
     return changed
@@ -70,13 +71,13 @@ def test_samples_are_those_of_the_checkpoint_and_change_no_loss(
     monkeypatch.undo()
     assert losses(tmp_path) == plain
     output = capsys.readouterr().out
-    assert "samples    2 texts" in output and "sample of step 4: def " in output
+    assert "samples    2 texts" in output and "sample of step 2: def " in output
     options = dict(max_tokens=6, temperature=0.7, top_p=0.9)
     result = jaxlc.load(tmp_path, mesh={})  # the run has context=4 x tensor=2
     generations = jaxlc.generate(result, ["def ", "import"], **options)
-    assert list(texts(tmp_path, 8).values()) == [x.text for x in generations]
-    assert texts(tmp_path, 4).keys() == texts(tmp_path, 8).keys()
-    assert texts(tmp_path, 4) != texts(tmp_path, 8)
+    assert list(texts(tmp_path, 4).values()) == [x.text for x in generations]
+    assert texts(tmp_path, 2).keys() == texts(tmp_path, 4).keys()
+    assert texts(tmp_path, 2) != texts(tmp_path, 4)
     assert any("def " in str(path.read_bytes()) for path in (tmp_path / "tensorboard").iterdir())
 
 
@@ -165,14 +166,14 @@ def test_samples_fail_training_goes_on_without_evaluation(
 
     monkeypatch.setattr(Generator, "__call__", fail)
     result = run(config(**SAMPLES), tmp_path)
-    assert result.step == 8 and losses(tmp_path) == plain
+    assert result.step == 4 and losses(tmp_path) == plain
     assert result.evaluation is None
     assert all("eval_loss" not in row for row in runs.rows(tmp_path))
     with pytest.raises(UserError, match="no held-out"):
         result.evaluate()
     assert not (tmp_path / "samples").exists()
     output = capsys.readouterr().out
-    assert output.count("no samples from step 4 on (RuntimeError on process 0: no memory)") == 1
+    assert output.count("no samples from step 2 on (RuntimeError on process 0: no memory)") == 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_processes_agree_on_a_failure(tmp_path):
     path.write_text(path.read_text() + _FAILS_TO_WRITE)
     options = {f"train__{name}": value for name, value in SAMPLES.items()}
     options["train__sample_prompts"] = "def"
-    pair = runs.start_pair(path, tmp_path / "run", train__steps=8, **options)
+    pair = runs.start_pair(path, tmp_path / "run", train__steps=4, **options)
     output, _ = (runs.finish(process) for process in pair)
-    assert output.count("no samples from step 4 on (OSError on process 0: No space left") == 1
-    assert len(losses(tmp_path / "run")) == 8
+    assert output.count("no samples from step 2 on (OSError on process 0: No space left") == 1
+    assert len(losses(tmp_path / "run")) == 4
