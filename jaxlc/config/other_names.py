@@ -236,7 +236,7 @@ use config.train.sample_every_steps, with config.train.sample_prompts <- sample_
 unsupported <- neftune_noise_alpha noisy_embedding_alpha ema ema_decay use_ema layer_drop torch_empty_cache_steps
     trust_remote_code label_smoothing_factor multi_token_prediction mtp_num_layers
     auto_find_batch_size no_cuda final_logit_softcapping attn_logit_softcapping
-unsupported: write a Hugging Face directory with `jaxlc export`, and upload it <- push_to_hub hub_model_id hub_strategy
+unsupported: use --push_to_hub of `jaxlc export` after the run <- push_to_hub hub_model_id hub_strategy
     hub_token hub_private_repo
 unsupported: a batch of rollouts has one update <- ppo_epochs num_ppo_epochs rollouts.num_iterations mini_batch_size
     posttrain.num_iterations steps_per_generation ppo_mini_batch_size

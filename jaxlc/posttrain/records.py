@@ -270,6 +270,8 @@ class TraceReader:
             raise BadRecord(
                 f"{where}: teacher_log_probs are not the logarithms of probabilities of teacher_tokens"
             )
+        if (np.diff(np.sort(tokens, axis=1)) == 0).any():
+            raise BadRecord(f"{where}: teacher_tokens names a token twice for a token in the loss")
         check_range("token", tokens, self.vocab_size, f"teacher_tokens of {where}")
         best = np.argsort(-log_probs, axis=1, kind="stable")[:, :top_k]
         result = {}

@@ -62,18 +62,19 @@ _CHIPS = {
 class _Node(NamedTuple):
     """A host and all of its GPUs, also if only some of them are used."""
 
-    num_gpus: int
+    num_gpus: int  # 0: those of a domain, and as often the memory
     memory_bytes: int
     domain_size: int  # GPUs of a full NVLink domain
 
 
 # A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
-# has one. GPUs without NVLink are assumed to be alone in a machine: a free Colab with 12 GiB, or a desktop with 32 GiB.
+# has one. A domain of GPUs without NVLink is one machine, assumed to have for each GPU 12 GiB, as a free Colab, or 32
+# GiB, as a desktop.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
-    "t4": _Node(num_gpus=1, memory_bytes=12 * 2**30, domain_size=1),
+    "t4": _Node(num_gpus=0, memory_bytes=12 * 2**30, domain_size=1),
     **dict.fromkeys(
-        ("rtx3090", "l4", "rtx4090"), _Node(num_gpus=1, memory_bytes=32 * 2**30, domain_size=1)
+        ("rtx3090", "l4", "rtx4090"), _Node(num_gpus=0, memory_bytes=32 * 2**30, domain_size=1)
     ),
     "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30, domain_size=72),
     "gh200": _Node(num_gpus=1, memory_bytes=480 * 2**30, domain_size=1),
@@ -149,6 +150,9 @@ def topology(
             f"devices per process ({devices_per_process}) must divide the {gpus_per_domain} GPUs of a domain of {name}"
         )
     node = _NODES.get(gpu, _NODE)
+    if not node.num_gpus:
+        memory_bytes = node.memory_bytes * gpus_per_domain
+        node = node._replace(num_gpus=gpus_per_domain, memory_bytes=memory_bytes)
     return Topology(
         device=hardware.find(gpu),
         num_domains=num_domains,

@@ -366,12 +366,12 @@ def _train(
     flops_per_step = None if stage.step.model is not None else stage.config.flops_per_step
     run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
-    saves, actions, position = run.saves, run.actions, start
-    position = run_due(
-        actions if start.step == 0 else [x for x in actions if x.at_resume], position
-    )
+    saves, actions, num_steps = run.saves, run.actions, stage.end_step - start.step
+    due = actions if start.step == 0 else [x for x in actions if x.at_resume]
+    position = run_due(due, start)
+    if start.step and run.callbacks.stop_requested:
+        return position, Stop.DONE
     reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
-    num_steps = stage.end_step - start.step
     # another program may take any time to make them
     has_deadline = stage.config.rollouts.source not in ("files", "server")
     with (

@@ -134,7 +134,10 @@ class StageRun(Outputs):
     def evaluate(self, position: Position) -> Position:
         """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out
         sequences and it is not known."""
-        if self.stage.evaluator is None or EVAL_LOSS in self.checkpoints.evaluation(position.step):
+        if self.stage.evaluator is None:
+            return position
+        if EVAL_LOSS in self.checkpoints.evaluation(position.step):
+            self._stop_early(position.step)  # a run that has stopped early and is started again
             return position
         with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
             evaluation = self.stage.evaluator(position.state.params, update)
@@ -149,7 +152,7 @@ class StageRun(Outputs):
         have no lower held-out loss than one before them.
         """
         patience = self.stage.config.train.early_stop_evals
-        if not patience:
+        if not patience or self.callbacks.stop_requested:
             return
 
         def is_over() -> bool:
@@ -161,7 +164,8 @@ class StageRun(Outputs):
 
         if on_process_0(is_over):
             self.progress.log(
-                f"stopping: {patience} evaluations without a new lowest held-out loss (train.early_stop_evals)"
+                f"stopping: {patience} evaluations without a new lowest held-out loss (train.early_stop_evals);"
+                " to train on, increase it, or set it to 0"
             )
             self.callbacks.stop_requested = True
 

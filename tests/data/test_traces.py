@@ -150,6 +150,7 @@ def test_teacher_is_read_with_its_tokens(tmp_path, suffix):
         (dict(teacher_tokens=[[8, 999], [1, 2]]), "token 999"),
         (dict(teacher_tokens="eA=="), "teacher_tokens is no array"),
         (dict(teacher_log_probs=[[-0.1, -0.1], [-1, -2]]), "are not the logarithms"),
+        (dict(teacher_tokens=[[8, 9], [1, 1]]), "names a token twice"),
     ],
     ids=str,
 )

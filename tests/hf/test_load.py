@@ -937,6 +937,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "has model_type 'gemma3n_text' (embeddings of each layer)",
         ),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
+        ("llama", dict(num_hidden_layers=0), "has no field num_hidden_layers, or it is null or 0"),
         ("granite_hybrid_moe", dict(intermediate_size=None), "has no field intermediate_size"),
         ("nemotron_h_moe", dict(num_experts_per_tok=None), "has no field num_experts_per_tok"),
         (
@@ -1067,6 +1068,19 @@ def test_config_json_part_that_is_absent_may_have_any_empty_value(
     for name in names:
         config = _changed(config, name.split("."), value)
     assert settings_of(config, "config.json")[setting] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "expected"),
+    [("qwen3_next", "outside", 1.0), ("qwen3_next", "absent", 0.25), ("glm4_moe", "outside", 1.0)],
+)
+def test_null_partial_rotary_factor_is_1_as_in_transformers(case, place, expected):
+    config = dict(CASES[case].config)
+    config |= dict(rope_parameters=None, rope_scaling=None, rope_theta=1e4)
+    config.pop("partial_rotary_factor", None)
+    if place == "outside":
+        config["partial_rotary_factor"] = None
+    assert settings_of(config, "config.json")["rope.fraction"] == expected
 
 
 def test_head_dim_of_nemotron_h_may_have_its_first_name():

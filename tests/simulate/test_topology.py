@@ -24,6 +24,8 @@ def test_topology_host_memory_defaults_to_whole_node():
     assert (gb200.gpus_per_node, gb200.host_memory_bytes_per_node) == (4, 960 * 2**30)
     gh200 = topology("gh200:2x1")
     assert (gh200.gpus_per_node, gh200.host_memory_bytes_per_node) == (1, 480 * 2**30)
+    t4 = topology("t4:3x2", devices_per_process=2)  # 3 machines of 2 GPUs
+    assert (t4.gpus_per_node, t4.host_memory_bytes_per_node) == (2, 24 * 2**30)
     assert topology("h100:1x8", host_memory_gib=1000).host_memory_bytes_per_node == 1000 * 2**30
 
 

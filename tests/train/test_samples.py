@@ -181,6 +181,7 @@ def test_samples_fail_training_goes_on_without_evaluation(
     [
         (dict(sample_every_steps=4), "only together"),
         (dict(sample_prompts=("a",)), "only together"),
+        (dict(sample_chat=True), "sample_chat=True has no effect without"),
         (dict(eval_sequences=0, early_stop_evals=2), "eval_sequences=0 has none"),
         (
             dict(eval_sequences=2, early_stop_evals=2),
@@ -193,7 +194,7 @@ def test_settings_of_samples_without_effect_raise(config, train, problem):
         jaxlc.config.load(config(**train))
 
 
-def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path):
+def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path, capsys):
     settings = config(early_stop_evals=2, eval_every_steps=1, eval_sequences=2)
     settings.train.update(steps=6, checkpoint_every_steps=0)
     settings.optimizer.learning_rate = 3.0  # the loss rises
@@ -201,6 +202,9 @@ def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path):
     found = [row["eval_loss"] for row in runs.rows(tmp_path) if "eval_loss" in row][1:]
     assert result.exit_status == 0 and result.step < 6
     assert min(found) < min(found[-2:])
+    again = run(settings, tmp_path)
+    assert again.step == result.step and again.evaluation.loss == result.evaluation.loss
+    assert "increase it, or set it to 0" in capsys.readouterr().out
 
 
 def test_wandb_gets_a_table_of_texts(tmp_path, monkeypatch):

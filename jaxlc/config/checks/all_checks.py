@@ -82,6 +82,10 @@ def sample_problems(config: Config) -> Iterator[str]:
             f"config.train.sample_every_steps={train.sample_every_steps} and"
             f" config.train.sample_prompts={train.sample_prompts} have an effect only together: set both or none"
         )
+    if not train.sample_every_steps:
+        names = ("sample_tokens", "sample_temperature", "sample_chat")
+        reason = "without config.train.sample_every_steps; set it, or remove this"
+        yield from without_effect("train", train, names, reason)
     if train.sample_every_steps and config.memory.parameters == "host":
         yield (
             "unsupported: config.train.sample_every_steps with config.memory.parameters='host'; use"

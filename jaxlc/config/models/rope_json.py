@@ -72,6 +72,8 @@ def rope_settings(
     if _has_no_rope(kinds):  # these have no effect
         theta = float(config.get(_THETA) or _theta({}, family))
         return {**DEFAULTS, "rope.theta": theta, "rope.fraction": 1.0, "rope.scaling": "none"}
+    if config.get(_PARTIAL, 1) is None:  # the default of the family is that of an absent field
+        config = {**config, _PARTIAL: 1.0}
     if _ORIGINAL in family.defaults:
         config = {_ORIGINAL: family.defaults[_ORIGINAL], **config}
     if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only

@@ -26,7 +26,7 @@ class ReadFields(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if (value := self.get(name)) is None:
             raise UserError(
-                f"{self._where} has no field {name}: it is incomplete; download it again"
+                f"{self._where} has no field {name}, or it is null or 0: it is incomplete; download it again"
             )
         return value
 
