@@ -534,7 +534,8 @@ def _described(
     for path, layout in layouts.items():
         for place in layout.places:
             layer = math.inf if layout.layers is None else layout.layers[place[0]]
-            name, shape = layout.name_at(place), layout.stored_shape
+            name = layout.name_at(place)
+            shape = layout.stored_shape
             if path == "embedding":
                 layer = -1
             if path not in in_mxfp4:

@@ -69,7 +69,13 @@ def _generate(command: ParsedCommand[GenerateFlags]) -> int:
     if (flags.prompt is None) == (not flags.prompt_file):
         raise UserError("give one prompt: --prompt=TEXT or --prompt_file=FILE")
     _start_simulated(flags)
-    text = flags.prompt if flags.prompt is not None else _read_prompt(flags.prompt_file)
+    if (text := flags.prompt) is None:
+        path = flags.prompt_file
+        try:
+            content = sys.stdin.buffer.read() if path == "-" else local_path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
+        text = content.decode(errors="replace")
     generation = jaxlc.generate(
         flags.source,
         text,
@@ -97,14 +103,6 @@ def _start_simulated(flags: ModelFlags) -> None:
     """Starts JAX with the CPU devices of --simulated_devices, if it is given."""
     if flags.simulated_devices:
         jaxlc.start(simulated_devices=flags.simulated_devices)
-
-
-def _read_prompt(path: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if path == "-" else local_path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
-    return content.decode(errors="replace")
 
 
 generate_main = functools.partial(run_main, _generate, flags=GenerateFlags)

@@ -199,7 +199,7 @@ def open_corpus(
             opener,
             source,
             store,
-            evaluated is None and config.eval_fraction > 0,
+            config.eval_fraction if evaluated is None else 0.0,
             source.share / total_share,
         )
         for source, store in zip(configs, stores)
@@ -286,7 +286,8 @@ class StoreOpener:
         Raises:
           UserError: as `open_store`, or a token is not in the model.
         """
-        tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
+        tokenizer = self.inputs.tokenizer
+        vocab_size = self.inputs.vocab_size
         store = open_store(files, self.config, fields, tokenizer, self.progress, self.inputs.log)
         # A tokenizer may have tokens that the model lacks, such as that of images; so all tokens are
         # read in this case only.
@@ -310,7 +311,7 @@ def _open_source(
     opener: StoreOpener,
     source: SourceConfig,
     store: TokenStore,
-    is_split: bool,
+    eval_fraction: float,
     share: float,
 ) -> CorpusSource:
     """Splits and packs one source.
@@ -319,12 +320,10 @@ def _open_source(
       UserError: it selects no document, or has too few tokens.
     """
     config, warnings, setting = opener.config, opener.warnings, setting_of(source)
-    split = Split(store, np.arange(store.num_documents), np.empty(0, np.int64), 0)
-    if is_split:
-        split = split_documents(store, config.eval_fraction, setting)
+    split = split_documents(store, eval_fraction, setting)
     train = packed_train(opener, source, store, split)
     heldout = packed_source(split.store, split.heldout_ids, source, config.seq_len, None)
-    if heldout is None and is_split:
+    if heldout is None and eval_fraction:
         warnings.append(f"{setting}: no held-out document has a length that this source uses")
     if train is None:
         longest = int(np.diff(store.offsets).max())

@@ -37,7 +37,12 @@ from jaxlc.core.files import fingerprint_of, full_disk_reason, local_path, make_
 from jaxlc.core.text import gib
 from jaxlc.data import corpus
 from jaxlc.data.sequences.loader import DataSource, Inputs, SourceView
-from jaxlc.data.sequences.packing import JoinedSequences, PackedSequences, Split, epoch_order
+from jaxlc.data.sequences.packing import (
+    JoinedSequences,
+    PackedSequences,
+    epoch_order,
+    split_documents,
+)
 from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
 from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
 from jaxlc.data.texts.sources import SourceFile, list_files
@@ -284,8 +289,7 @@ class ChunkedSequences(JoinedSequences):
                 if not files:
                     return None
                 store = opener.open(files, fields)
-                ids = np.arange(store.num_documents)
-                split = Split(store, ids, ids[:0], 0)
+                split = split_documents(store, 0.0)
                 packed = corpus.packed_train(opener, self.source, store, split)
             except NoText:
                 return None

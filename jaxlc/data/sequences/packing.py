@@ -60,7 +60,7 @@ class Split(NamedTuple):
 def split_documents(
     store: TokenStore, eval_fraction: float, setting: str = "data.sources"
 ) -> Split:
-    """Holds out the documents whose split hash is below `eval_fraction`, 0 to 1.
+    """Holds out the documents whose split hash is below `eval_fraction`, 0 to 1; with 0, none.
 
     The hash depends only on a document's name, so adding documents does not move others across the
     split. If it puts all documents on one side, as with a single large document, the last
@@ -73,7 +73,7 @@ def split_documents(
       UserError: the longest document is too short to hold out its tail.
     """
     is_heldout = store.split_hashes < eval_fraction
-    if is_heldout.any() and not is_heldout.all():
+    if not eval_fraction or (is_heldout.any() and not is_heldout.all()):
         return Split(store, np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout), 0)
     lengths = np.diff(store.offsets)
     longest = int(lengths.argmax())

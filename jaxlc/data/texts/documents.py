@@ -238,13 +238,14 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
             kind = f"a dictionary with the fields {[*message]}" if is_dict else kind_of(message)
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
         if is_sharegpt:
-            sender, content = str(message["from"]), message["value"]
+            sender = str(message["from"])
             if sender not in _SHAREGPT_ROLES:
                 raise BadRecord(
                     f"{path}.from is {sender!r}, expected one of {', '.join(_SHAREGPT_ROLES)}"
                 )
             others = {name: x for name, x in message.items() if name not in keys}
-            message = {"role": _SHAREGPT_ROLES[sender], "content": content, **others}
+            role = _SHAREGPT_ROLES[sender]
+            message = {"role": role, "content": message["value"], **others}
         messages[path] = message
     return messages
 

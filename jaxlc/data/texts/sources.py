@@ -201,21 +201,17 @@ _MAX_FILLER = 0.3  # largest probability of a run of filler words before an entr
 def phone_book_documents(num_tokens: int, seed: int = 0) -> Iterator[list[str]]:
     """Documents of `num_tokens` words, without end; they depend on the arguments only."""
     rng = random.Random(f"{seed} {num_tokens}")
+    max_names = max(1, min(len(NAMES), num_tokens // _TOKENS_PER_NAME))
+    least = min(1.0, num_tokens / _ALL_NAMES_TOKENS)
     while True:
-        yield _document(rng, num_tokens)
+        num_names = round(max_names ** rng.uniform(least, 1.0))
+        parts = _parts(rng, num_tokens, rng.sample(NAMES, num_names))
+        yield list(itertools.chain.from_iterable(parts))[:num_tokens]
 
 
 def entry(name: str, number: int) -> list[str]:
     """The words of an entry: a name and three pairs of digits."""
     return [name, f"{number // 10_000:02}", f"{number // 100 % 100:02}", f"{number % 100:02}"]
-
-
-def _document(rng: random.Random, num_tokens: int) -> list[str]:
-    max_names = max(1, min(len(NAMES), num_tokens // _TOKENS_PER_NAME))
-    num_names = round(max_names ** rng.uniform(min(1.0, num_tokens / _ALL_NAMES_TOKENS), 1.0))
-    return list(
-        itertools.chain.from_iterable(_parts(rng, num_tokens, rng.sample(NAMES, num_names)))
-    )[:num_tokens]
 
 
 def _parts(rng: random.Random, num_tokens: int, names: Sequence[str]) -> Iterator[list[str]]:

@@ -450,7 +450,12 @@ def open_store(
     """
     directory = local_path(config.cache_dir)
     encoder = Encoder(tokenizer, config.chat_template, Notes(config.max_bad_records))
-    key = _cache_key(files, fields, encoder)
+    described = [
+        (file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files
+    ]
+    template = encoder.template.identity if fields.chat else ()
+    identity = (_FORMAT, tokenizer.fingerprint, (*fields, template), described)
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
     paths = StorePaths.of(directory, key)
 
     store = read_store(paths, tokenizer)
@@ -483,15 +488,6 @@ def open_store(
             f" data.max_bad_records={config.max_bad_records}"
         )
     return store
-
-
-def _cache_key(files: Sequence[SourceFile], fields: Fields, encoder: Encoder) -> str:
-    described = [
-        (file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files
-    ]
-    template = encoder.template.identity if fields.chat else ()
-    identity = (_FORMAT, encoder.tokenizer.fingerprint, (*fields, template), described)
-    return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
 def _tokenize(

@@ -82,17 +82,14 @@ class NotebookDisplay:
         if now_seconds - self._last_update_seconds < min_seconds:
             return
         self._last_update_seconds = now_seconds
-        content = {"text/html": self._html(), "text/plain": "\n".join(self._lines)}
+        running = [self._step] if self._step is not None else []
+        parts = [preformatted("\n".join(self._lines))] if self._lines else []
+        parts += [_with_bar(text, fraction) for text, fraction in (*running, *self._activities)]
+        content = {"text/html": "\n".join(parts), "text/plain": "\n".join(self._lines)}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
-
-    def _html(self) -> str:
-        running = [self._step] if self._step is not None else []
-        parts = [preformatted("\n".join(self._lines))] if self._lines else []
-        parts += [_with_bar(text, fraction) for text, fraction in (*running, *self._activities)]
-        return "\n".join(parts)
 
 
 def _with_bar(text: str, fraction: float | None) -> str:
@@ -271,9 +268,19 @@ class Progress:
         """Shows the progress after a step of the stage. Accepts a whole metrics row and ignores its
         other values.
         """
+        utilization = ""
+        if self._flops_per_step is not None:
+            pairs = "documents"
+            rate = flops_per_second_documents
+            if rate is None:
+                pairs = "causal"
+                rate = self._flops_per_step / step_seconds
+            peak = self.peak_flops_per_second
+            share = f", {rate / peak:.1%} of the bf16 peak" if peak else ""
+            utilization = f"  {flops_text(rate)} (model, {pairs}{share})"
         text = (
             f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
+            f"{utilization}"
             f"  {duration_text((self._total_steps - step) * step_seconds)} left"
         )
         self._append(text)
@@ -285,18 +292,6 @@ class Progress:
             self._notebook.step(text, step / self._total_steps)
         else:
             self._console.print(text, markup=False)
-
-    def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:
-        if self._flops_per_step is None:
-            return ""
-        pairs = "documents"
-        rate = document_rate
-        if rate is None:
-            pairs = "causal"
-            rate = self._flops_per_step / step_seconds
-        peak = self.peak_flops_per_second
-        utilization = f", {rate / peak:.1%} of the bf16 peak" if peak else ""
-        return f"  {flops_text(rate)} (model, {pairs}{utilization})"
 
 
 def flops_text(flops_per_second: float) -> str:
