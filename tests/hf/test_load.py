@@ -24,7 +24,7 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.cli.flags import mesh_sizes
 from jaxlc.config import PRESETS, load, with_settings
 from jaxlc.config.command_line import parse
-from jaxlc.config.models.config_json import config_json_of, settings_of
+from jaxlc.config.models.config_json import MODEL_TYPE, config_json_of, family_of, settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.models.pretrained import locate
@@ -1457,6 +1457,18 @@ def test_config_json_of_glm_has_first_dense_layers(num_dense):
     )
     alternating = dataclasses.replace(model, first_layer_kinds=(), layer_kinds=("dense", "full"))
     assert not FAMILIES["glm4_moe"].fits(alternating)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
+def test_families_that_transformers_does_not_tie_are_not_tied(name):
+    """transformers opens a file without lm_head.weight, whatever tie_word_embeddings is, with random values in it."""
+    config = CASES[name].config
+    model = model_of(settings_of(config, "config.json"))
+    assert family_of(None, model).model_type == name
+    tied = dataclasses.replace(model, tie_embeddings=True)
+    assert family_of(None, tied).model_type == MODEL_TYPE
+    with pytest.raises(Unsupported, match="tie_word_embeddings=True; only false is supported"):
+        settings_of(config | dict(tie_word_embeddings=True), "config.json")
 
 
 def test_config_json_of_any_order_has_all_layers(tmp_path):

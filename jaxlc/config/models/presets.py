@@ -285,7 +285,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
             scale=2.5,
         ),
         norm_epsilon=1e-5,
-        tie_embeddings=False,
         **FAMILIES["nemotron_h"].settings,
     ),
     dict(
@@ -315,7 +314,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
             scale=2.446,
         ),
         norm_epsilon=1e-5,
-        tie_embeddings=False,
         **FAMILIES["kimi_linear"].settings,
     ),
     dict(

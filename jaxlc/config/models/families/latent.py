@@ -262,6 +262,7 @@ KIMI_LINEAR = dataclasses.replace(
     layer_kinds=kind_sets(*_KIMI_TYPES.values(), *_KIMI_DENSE),
     read_kinds=_kimi_read_kinds,
     write_kinds=_kimi_write_kinds,
+    settings={**DEEPSEEK_V3.settings, "tie_embeddings": False},  # transformers never ties them
     fields={
         **_in_kimi(DEEPSEEK_V3.fields),
         "linear_num_heads": "kda.key_heads",
@@ -284,6 +285,7 @@ KIMI_LINEAR = dataclasses.replace(
         linear_conv_kernel_dim=4,
     ),
     required_values=dict(
+        tie_word_embeddings=(False,),
         attention_bias=(False,),
         moe_router_activation_func=("sigmoid",),
         moe_layer_freq=(1,),

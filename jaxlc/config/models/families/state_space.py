@@ -339,7 +339,7 @@ NEMOTRON_H = Family(
     layer_kinds=kind_sets(*_NEMOTRON_KINDS),
     read_kinds=_nemotron_read_kinds,
     write_kinds=_nemotron_write_kinds,
-    settings=dict(activation="relu2"),
+    settings=dict(activation="relu2", tie_embeddings=False),  # transformers never ties them
     fields={
         "layer_norm_epsilon": "norm_epsilon",
         "mamba_num_heads": "mamba2.heads",
@@ -382,6 +382,7 @@ NEMOTRON_H = Family(
         topk_group=1,
     ),
     required_values=dict(
+        tie_word_embeddings=(False,),
         attention_bias=(False,),
         mlp_bias=(False,),
         use_bias=(False,),
