@@ -140,6 +140,15 @@ def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
     assert shapes[f"{experts}.base_layer.lora_B.weight"] == (2 * F, 2 * RANK * E)
     assert shapes[f"{experts}.lora_A.weight"] == (E * RANK, F)
     assert shapes[f"{experts}.lora_B.weight"] == (D, RANK * E)
+    # Elsewhere, the outputs of gate are before those of up, each with the ranks of its adapter.
+    run = _Run(tmp_path / "halves", "qwen3_moe", ("expert_gate", "expert_up"))
+    write_adapters(run.config, run.family, run, tmp_path / "halves")
+    (lora_b, *_) = (
+        x.reshape(2, -1, 2, RANK * run.config.model.experts.num_experts)
+        for name, x in load_file(tmp_path / "halves" / "adapter_model.safetensors").items()
+        if "lora_B" in name
+    )
+    assert [[lora_b[i, :, j].any() for j in (0, 1)] for i in (0, 1)] == [[1, 0], [0, 1]]
     run = _Run(tmp_path / "trained", "gpt_oss", ("query",), trainable=("*/expert_up",))
     with pytest.raises(
         Unsupported, match="adapters for peft with trained .*layers/mlp/expert_up; export without"

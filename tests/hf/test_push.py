@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests import environment, helpers
-from tests.hf.hub_stand_in import TOKEN, Hub, serving
+from tests.hf.hub_stand_in import TOKEN, Hub, Repo, serving
 from tests.train.runs import write_untrained_run
 
 # Runs `jaxlc export` for each list of arguments; prints the exit statuses.
@@ -37,15 +37,19 @@ def test_push_is_one_private_commit_with_a_card_also_when_repeated(tmp_path: Pat
     (run / "checkpoints" / "evaluations.json").write_text('{"1": {"eval_loss": 2.5}}')
     push = "--push_to_hub=org/tiny"
     with serving() as hub:
+        hub.repos["models/others/kept"] = Repo()
+        hub.repos["models/others/kept"].commit({"README.md": b""})
         output = export(
             hub,
             tmp_path,
+            [str(run), outs[0], "--push_to_hub=others/kept"],
             [str(run), outs[0], "--push_to_hub=others/tiny"],
             [str(run), outs[0], "--push_to_hub=tiny"],
             [str(run), outs[1], push, "--max_shard_gb=1e-5"],
             [str(run), outs[2], push],
         )
-        assert "[2, 2, 0, 0]" in output and "cannot write to others/tiny of the hub" in output
+        assert "[2, 2, 2, 0, 0]" in output and "cannot write to others/tiny of the hub" in output
+        assert "cannot write to others/kept of the hub" in output
         assert "expected ORGANIZATION/NAME" in output and not Path(outs[0]).exists()
         repo = hub.repos["models/org/tiny"]
         assert repo.is_private and len(repo.messages) == 3  # the first one makes the repository
