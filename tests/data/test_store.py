@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import os
 from contextlib import contextmanager
@@ -54,6 +55,12 @@ def test_store_documents_end_with_end_token(config: DataConfig):
         and isinstance(store.tokens, np.memmap)
     )
     assert [name.split(".", 1)[1] for name in files_in(config)] == ["index.npz", "tokens.npy"]
+    # Checkpoints have the fingerprint, so that it must not change.
+    hashed = hashlib.sha256()
+    for name, text in TEXTS.items():
+        tokens = np.array([*text, 256], np.uint16).tobytes()
+        hashed.update(f"{name}\0{len(tokens)}\0".encode() + tokens)
+    assert store.fingerprint == hashed.hexdigest()
 
 
 def test_store_small_batches_keep_document_order(config: DataConfig, monkeypatch):
