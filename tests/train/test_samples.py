@@ -37,6 +37,7 @@ def config(tmp_path_factory):
     def changed(**train):
         settings = read_config(str(path))
         settings.model.num_layers = 1
+        settings.mesh.update(data=2, context=2, tensor=2)
         settings.optimizer.learning_rate = 0.05  # so that texts change
         settings.train.update(dict(steps=4, eval_every_steps=0, eval_sequences=0) | train)
         return settings
@@ -73,7 +74,7 @@ def test_samples_are_those_of_the_checkpoint_and_change_no_loss(
     output = capsys.readouterr().out
     assert "samples    2 texts" in output and "sample of step 2: def " in output
     options = dict(max_tokens=6, temperature=0.7, top_p=0.9)
-    result = jaxlc.load(tmp_path, mesh={})  # the run has context=4 x tensor=2
+    result = jaxlc.load(tmp_path, mesh={})  # the run has data=2 x context=2 x tensor=2
     generations = jaxlc.generate(result, ["def ", "import"], **options)
     assert list(texts(tmp_path, 4).values()) == [x.text for x in generations]
     assert texts(tmp_path, 2).keys() == texts(tmp_path, 4).keys()
