@@ -21,8 +21,6 @@ from jaxlc.sharding.rules import Sharder
 from tests.models import small
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
-pytestmark = pytest.mark.jax_version
-
 B, T, N, H, D = 2, 5, 3, 4, 6
 # Results are float32; the products of FP8 operands are exact in float32, and so are the sums up to
 # their order.
@@ -57,6 +55,7 @@ def product_and_gradients(x, w, dout, history):
     return out, *pull(dout)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("largest", [None, (50.0, 0.5, 4e-6)], ids=["current", "delayed"])
 def test_fp8_product_rounds_only_operands(largest):
     """The amax history of dout is too small here, so that delayed scaling clips dout."""
@@ -84,6 +83,7 @@ def test_fp8_product_rounds_only_operands(largest):
     assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3
 
 
+@pytest.mark.jax_version
 def test_fp8_product_gradient_of_history_is_next_history():
     x, w, dout = operands()
     history = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
@@ -92,6 +92,7 @@ def test_fp8_product_gradient_of_history_is_next_history():
     np.testing.assert_array_equal(got[:, 1:], history[:, :-1])
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("history", [None, jnp.zeros((3, 2))], ids=["current", "delayed"])
 def test_fp8_product_of_zeros_and_empty_history_is_finite(history):
     x, w, dout = (jnp.zeros_like(value) for value in operands())
@@ -99,6 +100,7 @@ def test_fp8_product_of_zeros_and_empty_history_is_finite(history):
         np.testing.assert_array_equal(got, jnp.zeros_like(got))
 
 
+@pytest.mark.jax_version
 def test_matmuls_uses_fp8_for_named_products_only():
     x, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
     matmul = Matmuls(
@@ -176,7 +178,13 @@ def test_bf16_layers_have_no_fp8_products():
         )
 
 
-@pytest.mark.parametrize("model", [MODEL, KINDS], ids=["equal shapes", "kinds"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(MODEL, id="equal shapes"),
+        pytest.param(KINDS, id="kinds", marks=pytest.mark.jax_version),
+    ],
+)
 def test_bf16_layers_have_empty_histories(model):
     params = small.small_params(model)
     mixed = Fp8(scaling="delayed", bf16_layers=(1,), **RECIPE)
