@@ -45,7 +45,8 @@ def test_plan_of_llama3_8b_on_64_h100s():
 
 @pytest.mark.parametrize("preset, topology, mesh", [
     pytest.param("llama3.1-70b", "gb200:1x64", dict(context=8, tensor=8), marks=pytest.mark.full),
-    ("llama3.1-8b", "h100:8x8", dict(context=64)),
+    # The test above has this model, with a ring across NVLink domains.
+    pytest.param("llama3.1-8b", "h100:8x8", dict(context=64), marks=pytest.mark.full),
 ])  # fmt: skip
 def test_plan_of_large_models_and_long_rings(preset, topology, mesh):
     result = planned(preset, topology, **mesh)

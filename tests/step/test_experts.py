@@ -128,7 +128,7 @@ def test_layers_of_experts_equal_one_device(axes, memory, model):
     np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
 
 
-FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=4, **SIGMOID, **SHARED)
+FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=3, **SIGMOID, **SHARED)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=4, *
     ids=str,
 )
 def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
-    """Two dense layers before a loop over two of experts, against one iteration of all four on one
+    """A dense layer before a loop over two of experts, against one iteration of all three on one
     device.
     """
-    group = _Dict(FIRST_DENSE | dict(layer_kinds=("dense", "dense", "full", "full")))
-    first = FIRST_DENSE | dict(first_layer_kinds=["dense"] * 2)
+    group = _Dict(FIRST_DENSE | dict(layer_kinds=("dense", "full", "full")))
+    first = FIRST_DENSE | dict(first_layer_kinds=["dense"])
 
     def stacked(tree):
         """The tree of `group` as that of `first`."""

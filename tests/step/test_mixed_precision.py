@@ -60,7 +60,12 @@ def _norm_error(a, b) -> float:
 
 @pytest.mark.parametrize(
     ("mesh", "model"),
-    [({}, ""), (dict(context=8), ""), (MESH, ""), (dict(context=2), "recurrent")],
+    [
+        pytest.param({}, "", marks=pytest.mark.full),
+        pytest.param(dict(context=8), "", marks=pytest.mark.full),
+        (MESH, ""),
+        (dict(context=2), "recurrent"),
+    ],
     ids=str,
 )
 def test_float16_gradients_are_close_to_float32(mesh, model):
@@ -136,9 +141,8 @@ def test_bf16_layers_are_equal_in_scan_and_tiles():
         return max(jax.tree.leaves(jax.tree.map(_norm_error, a, b)))
 
     first, last = gradients(0, remat="none"), gradients(-1, remat="none")
-    for memory in (dict(remat="full"), dict(tile_tokens=48, parameters="host")):
-        got = gradients(0, **memory)
-        assert distance(got, first) < distance(got, last) / 2, memory
+    got = gradients(0, tile_tokens=48, parameters="host")
+    assert distance(got, first) < distance(got, last) / 2
 
 
 def test_fp8_matmuls_selects_products_in_fp8():
@@ -215,7 +219,14 @@ def test_loss_scale_does_not_change_gradients():
     np.testing.assert_allclose(small.grad_norm, large.grad_norm, rtol=1e-3)
 
 
-@pytest.mark.parametrize("precision", [dict(compute="fp8"), DELAYED], ids=["current", "delayed"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        # Gradients with current scales are compared with float32, above and in test_experts.py.
+        pytest.param(dict(compute="fp8"), id="current", marks=pytest.mark.full),
+        pytest.param(DELAYED, id="delayed"),
+    ],
+)
 def test_fp8_training_reduces_loss(precision):
     _, _, _, metrics = _trained(6, mesh=(("context", 2),), **precision)
     assert metrics[-1].loss < 0.9 * metrics[0].loss

@@ -153,7 +153,7 @@ for mode in (
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask",
 ):  # fmt: skip
     low, high = LIMITS[mode.split("_")[0]]
-    KINDS[mode] = dict(posttrain=dict(importance_weights=True, weight_mode=mode))
+    KINDS[mode] = KINDS[""] | dict(posttrain=dict(importance_weights=True, weight_mode=mode))
     KINDS[mode]["posttrain"] |= dict(weight_min=low, weight_max=high, off_policy_mask_threshold=0.1)
 
 
@@ -223,15 +223,16 @@ def magnitude(config, loss):
 @pytest.mark.parametrize(
     "loss, kinds, mesh, attention",
     [
-        ("grpo", "", dict(context=8), {}),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
-        ("grpo", "sequence_mask", dict(context=4), {}),
+        ("grpo", "sequence_mask", dict(context=8), {}),
         # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and
         # another test here tiles.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("grpo", "", dict(context=1), {}),
+                ("grpo", "", dict(context=8), {}),
+                ("grpo", "sequence_mask", dict(context=4), {}),
                 ("grpo", "tiles", dict(context=2), {}),
                 ("grpo", "recurrent", dict(context=4), {}),
                 ("grpo", "latent", dict(context=2, tensor=2), {}),
