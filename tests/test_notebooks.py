@@ -56,6 +56,9 @@ HEAVY = {
     "use_of_context",
 }
 
+# The model of configs/retrieval.py has a layer of each of two kinds.
+ONE_LAYER = "config.model.update(num_layers=1, layer_kinds=('sliding',))"
+
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.
 SHORTER = {
@@ -81,7 +84,7 @@ SHORTER = {
     },
     "grpo": {
         "steps=500": "steps=3",
-        "eval_sequences = 8": "eval_sequences = 2",
+        "config.train.eval_sequences = 8": f"config.train.eval_sequences = 2\n{ONE_LAYER}",
         "LENGTHS = (120, 480)": "LENGTHS = (96,)",
         "NUM_HELD_OUT = 96": "NUM_HELD_OUT = 2",
         "config.mesh = dict(data=1, context=2)": "config.mesh = dict(data=2, context=1)",
@@ -127,8 +130,10 @@ SHORTER = {
     },
     "use_of_context": {
         "STEPS = (500, 200, 150)": "STEPS = (3, 2, 2)",
-        "stage.changed(steps=steps)": "stage.changed(steps=steps, data=dict(seq_len=128))",
-        "eval_sequences = 8": "eval_sequences = 4",
+        # The first two stages have equal programs.
+        "stage.changed(steps=steps)": "stage.changed(steps=steps, data=dict(seq_len=128), "
+        "train=dict(global_batch_size=4))",
+        "config.train.eval_sequences = 8": f"config.train.eval_sequences = 4\n{ONE_LAYER}",
         "LENGTHS = (128, 256, 512, 1024, 2048, 4096)": "LENGTHS = (128,)",
         "NUM_EXAMPLES = 8": "NUM_EXAMPLES = 1",
     },
