@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlc.checkpoints import export as to_huggingface
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
@@ -17,10 +18,16 @@ from jaxlc.config.models import hub
 from jaxlc.config.values import range_problems
 from jaxlc.core.errors import UserError, checked, raise_first
 from jaxlc.core.files import local_path
-from jaxlc.core.text import progress_lines
+from jaxlc.core.text import print_to_stderr, progress_lines
+from jaxlc.data.tokens.encoder import Stops
 from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
 from jaxlc.evals.predictions import ScoreRow
-from jaxlc.generation.generate_text import generate_text
+from jaxlc.generation.generate_text import (
+    encoder_of,
+    generator_of,
+    stops_for,
+    warn_beyond_context,
+)
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.sampling import Sampling
 from jaxlc.runtime.start import start as start_runtime
@@ -161,19 +168,33 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    all_prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in all_prompts):
+        raise UserError(
+            "invalid prompts: expected a string, or a list of strings or of arrays of token ids"
+        )
     result = _loaded(source, step, mesh, adapter)
-
-    generations = generate_text(
-        result,
-        [prompts] if isinstance(prompts, str) else prompts,
+    encode = encoder_of(result, chat=chat, chat_template=chat_template)
+    encoded = [encode(x) if isinstance(x, str) else np.asarray(x) for x in all_prompts]
+    for warning in encode.warnings if jax.process_index() == 0 else ():
+        print_to_stderr(f"warning: {warning}")
+    generator = generator_of(result)
+    stops = stops_for(result, encode.template)
+    warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
+    if result is not source:  # free the parameters that the generator has in another dtype
+        pairs = zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True)
+        for stored, cast in pairs:
+            if stored.dtype != cast.dtype:
+                stored.delete()
+    own_stops = [stop] if isinstance(stop, str) else stop
+    generations = generator(
+        encoded,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=stop,
+        stops=Stops(stops.ids, [*own_stops, *stops.texts]),
         chunk_tokens=chunk_tokens,
         stream=stream,
-        frees_params=result is not source,
-        chat=chat,
-        chat_template=chat_template,
+        shows_progress=True,
     )
     return generations[0] if isinstance(prompts, str) else generations
 
@@ -278,7 +299,8 @@ def export(
         raise UserError("public has no effect without push_to_hub: set it to ORGANIZATION/NAME")
     if push_to_hub:
         hub.prepare_push(push_to_hub, public=public)
-    workdir, out = local_path(workdir), local_path(out)
+    workdir = local_path(workdir)
+    out = local_path(out)
     start_runtime(RuntimeConfig(num_processes=1))
     step = existing_step(workdir / CHECKPOINTS_DIRECTORY, step)
     with progress_lines("exporting") as progress:

@@ -35,6 +35,9 @@ class ModelFlags(VerbFlags):
 class SamplingFlags(SamplingSettings, ModelFlags):
     """The flags of the verbs that sample a text."""
 
+    positional = ("source",)
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
     step: int | None = None  # checkpoint to use; default: the latest
     adapter: str = ""  # directory of peft with LoRA adapters of the Hugging Face model SOURCE
 

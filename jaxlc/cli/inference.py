@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -42,7 +42,7 @@ from jaxlc.core.files import (
     read_json_file,
     replacing,
 )
-from jaxlc.core.text import progress_lines
+from jaxlc.core.text import print_to_stderr, progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,6 @@ class GenerateFlags(SamplingFlags):
     `jaxlc plan --prompt_tokens=TOKENS` prints the memory of a KV cache.
     """
 
-    positional = ("source",)
-
-    source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue
     prompt_file: str = ""  # file with the text to continue; -: standard input
     max_tokens: From1[int] = 256  # largest number of new tokens
@@ -91,10 +88,9 @@ def _generate(command: ParsedCommand[GenerateFlags]) -> int:
         stream=lambda _, new: print(new, end="", flush=True),
     )
     print()
-    print(
+    print_to_stderr(
         f"prompt {generation.num_prompt_tokens:,} tokens, new {len(generation.tokens):,} tokens,"
-        f" ended by {generation.finish_reason}",
-        file=sys.stderr,
+        f" ended by {generation.finish_reason}"
     )
     return 0
 
@@ -117,9 +113,6 @@ class ChatFlags(SamplingFlags):
     removes the last turn.
     """
 
-    positional = ("source",)
-
-    source: str  # workdir of a run, Hugging Face directory or hub id
     system: str = ""  # the system prompt
     max_tokens: From1[int] = 1024  # largest number of tokens of an answer
     # largest number of tokens of the chat, for which the KV cache has memory
@@ -152,7 +145,7 @@ def _chat(command: ParsedCommand[ChatFlags]) -> int:
                     line, lambda _, new: print(new, end="", flush=True), is_interrupted
                 )
         except UserError as error:  # such as a chat that is too long; the history stays
-            print(f"error: {error}", file=sys.stderr)
+            print_to_stderr(f"error: {error}")
             continue
         print("" if answer.finish_reason == "stop" else f" [{answer.finish_reason}]")
     return 0
@@ -219,11 +212,11 @@ def _eval(command: ParsedCommand[EvalFlags]) -> int:
 
     for source in flags.sources:
         check_before_loading(source, settings)
-    outs = _directories(flags.sources, flags.out)
+    targets = _targets(flags.sources, flags.out)
     scores = dict[str, list]()
     directories = dict[str, Path]()
     report = functools.partial(print, flush=True)
-    for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
+    for source, name, out in targets:
         with full_disk_explained(out, _predictions_kept):
             for step in flags.step or [None]:
                 result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
@@ -239,8 +232,8 @@ def _eval(command: ParsedCommand[EvalFlags]) -> int:
         print("\n".join(["", *comparison(scores), ""]))
     if len(flags.sources) == 1 and not result.is_pretrained:
         # earlier evaluations as well
-        directories = {path.name: path for path in step_directories(outs[0])}
-    figures = local_path(flags.out) if flags.out else outs[0]
+        directories = {path.name: path for path in step_directories(targets[0][2])}
+    figures = local_path(flags.out) if flags.out else targets[0][2]
     with full_disk_explained(figures, _predictions_kept):
         _print_figures(draw_overlays(directories, figures))
     return 0
@@ -250,31 +243,27 @@ def _predictions_kept() -> str:
     return "finished predictions are kept; free space, then run the same command again to continue"
 
 
-def _directories(sources: Sequence[str], out: str) -> list[Path]:
-    """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it
-    if there are several sources.
+def _targets(sources: Sequence[str], out: str) -> list[tuple[str, str, Path]]:
+    """Each source with its name, numbered if two are equal, and the directory of its results:
+    SOURCE/evals or, with `out`, a directory in it if there are several sources.
 
     Raises:
       UserError: a directory is not writable.
     """
     from jaxlc.evals.evaluate_run import results_directory
 
+    names = [local_path(source).absolute().name for source in sources]
+    if len(set(names)) < len(names):
+        names = [f"{index}-{name}" for index, name in enumerate(names, 1)]
     if out:
         base = local_path(out)
-        directories = [base] if len(sources) == 1 else [base / name for name in _names(sources)]
+        directories = [base] if len(sources) == 1 else [base / name for name in names]
     else:
         directories = [results_directory(source) for source in sources]
     for directory in directories:
         if out or directory.parent.is_dir():  # another source is refused later
             make_writable(directory, "use a different directory, with --out")
-    return directories
-
-
-def _names(sources: Sequence[str]) -> list[str]:
-    """The names of the directories of the sources, with numbers if two are equal."""
-    names = [local_path(source).absolute().name for source in sources]
-    is_unique = len(set(names)) == len(names)
-    return names if is_unique else [f"{index}-{name}" for index, name in enumerate(names, 1)]
+    return list(zip(sources, names, directories))
 
 
 def _print_figures(paths: Sequence[Path]) -> None:
@@ -341,7 +330,8 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     from jaxlc.posttrain.traces import records_of
     from jaxlc.runtime.watchdog import on_process_0
 
-    out, source = local_path(flags.out), local_path(flags.traces)
+    out = local_path(flags.out)
+    source = local_path(flags.traces)
     if out.resolve() == source.resolve():
         raise UserError(f"OUT is the file of the traces, {out}: use another OUT")
     make_writable(out.parent, "use another OUT")
@@ -373,7 +363,8 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
             " number"
         )
     # Processes must agree, also on file systems that show them different states of the file.
-    num_done, num_records = on_process_0(lambda: _num_records(out, header)), 0
+    num_done = on_process_0(lambda: _num_records(out, header))
+    num_records = 0
     with (
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
         # Other processes than 0 compute the same records and write none.
@@ -384,13 +375,12 @@ def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
             if num_records <= num_done:
                 continue
             traces = reader.read(record, is_sampled=True)
-            scores = [_scores(run.model, trace, flags) for trace in traces]
-            values = dict(record.values) | _fields(scores, run, flags)
+            values = dict(record.values) | _fields(traces, run, flags)
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             update(num_records - num_done, 0)
     for warning in encoder.notes.lines(str(source)):
-        print(f"warning: {warning}", file=sys.stderr)
+        print_to_stderr(f"warning: {warning}")
     print(
         f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs"
     )
@@ -413,16 +403,17 @@ def _served(flags: LogprobsFlags) -> SimpleNamespace:
     from jaxlc.config import defaults, load
     from jaxlc.data.tokens.tokenizers import load_tokenizer
     from jaxlc.posttrain.server import Server
+    from jaxlc.search.space import unchecked
 
     tokenizer = load_tokenizer(flags.tokenizer)
-    default = load(defaults())
-    config = replace(
-        default,
-        model=replace(default.model, vocab_size=tokenizer.vocab_size),
-        data=replace(default.data, tokenizer=flags.tokenizer, seq_len=1),
-        posttrain=replace(default.posttrain, teacher_top_k=flags.top_k),
-        rollouts=replace(default.rollouts, server_seconds=flags.server_seconds),
-    )
+    settings = {
+        "model.vocab_size": tokenizer.vocab_size,
+        "data.tokenizer": flags.tokenizer,
+        "data.seq_len": 1,
+        "posttrain.teacher_top_k": flags.top_k,
+        "rollouts.server_seconds": flags.server_seconds,
+    }
+    config = unchecked(load(defaults()), settings)
     server = Server(url=flags.source, config=config, tokenizer=tokenizer)
     name = asyncio.run(server.check())
 
@@ -436,30 +427,31 @@ def _served(flags: LogprobsFlags) -> SimpleNamespace:
     return SimpleNamespace(config=config, tokenizer=tokenizer, model=model)
 
 
-def _fields(scores: Sequence[Any], run: Any, flags: LogprobsFlags) -> dict[str, Any]:
-    """What the command adds to a record, from the scores of its traces."""
+def _fields(traces: Sequence[Any], run: Any, flags: LogprobsFlags) -> dict[str, Any]:
+    """What the command adds to a record of one trace, or of the two of a pair, by their names."""
     from jaxlc.data.sequences.loader import experts_dtype
     from jaxlc.posttrain.records import TEACHER, encoded_array
 
-    values = {flags.field: _by_answer([x.log_probs[0].tolist() for x in scores])}
-    if flags.entropy:
-        values["entropies"] = _by_answer([x.entropies[0].tolist() for x in scores])
-    if flags.experts:
-        dtype = experts_dtype(run.config.model).base
-        arrays = [encoded_array(x.experts[0, :-1].astype(dtype)) for x in scores]
-        values["routed_experts"] = _by_answer(arrays)
-    if flags.top_k:
-        for name, of in zip(TEACHER, ("top_tokens", "top_log_probs")):
-            values[name] = _by_answer([encoded_array(getattr(x, of)[0]) for x in scores])
-        values["teacher_tokenizer"] = run.tokenizer.fingerprint
-    return values
-
-
-def _scores(model: Any, trace: Any, flags: LogprobsFlags) -> Any:
-    """The `TokenScores` of the tokens in the loss."""
-    targets = np.flatnonzero(trace.in_loss)[None]
-    settings = flags.temperature, flags.experts, flags.top_k
-    return model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], *settings)
+    values: dict[str, Any] = {}
+    for answer, trace in zip(("chosen", "rejected"), traces):
+        targets = np.flatnonzero(trace.in_loss)[None]
+        settings = flags.temperature, flags.experts, flags.top_k
+        tokens = trace.tokens[None]
+        scores = run.model.scores(tokens, targets - 1, trace.tokens[targets], *settings)
+        own: dict[str, Any] = {flags.field: scores.log_probs[0].tolist()}
+        if flags.entropy:
+            own["entropies"] = scores.entropies[0].tolist()
+        if flags.experts:
+            dtype = experts_dtype(run.config.model).base
+            own["routed_experts"] = encoded_array(scores.experts[0, :-1].astype(dtype))
+        if flags.top_k:
+            own |= zip(TEACHER, map(encoded_array, (scores.top_tokens[0], scores.top_log_probs[0])))
+        if len(traces) == 1:
+            values = own
+        else:
+            for name, x in own.items():
+                values.setdefault(name, {})[answer] = x
+    return values | (dict(teacher_tokenizer=run.tokenizer.fingerprint) if flags.top_k else {})
 
 
 def _json_value(value: Any) -> Any:
@@ -469,11 +461,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
-
-
-def _by_answer(values: Sequence[Any]) -> Any:
-    """The values of a trace, or of a pair by their names."""
-    return values[0] if len(values) == 1 else dict(zip(("chosen", "rejected"), values))
 
 
 def _num_records(out: Path, header: dict[str, Any]) -> int:

@@ -93,8 +93,17 @@ class HarnessModel(TemplateLM):
         self._tokenizer = self._result.tokenizer
         self._template_setting = chat_template
         self.batch_size = int(batch_size)
-        self._seed = _seed_of_lm_eval() if seed is None else int(seed)
-        self.max_length = int(max_length) or _trained_length(self._result)
+        torch = sys.modules.get("torch")  # lm_eval gives it the seed
+        known_seed = torch.initial_seed() % 2**32 if torch else 0
+        self._seed = known_seed if seed is None else int(seed)
+        trained = (
+            read_json(self._result.workdir / CONFIG_FILE) if self._result.is_pretrained else {}
+        )
+        self.max_length = (
+            int(max_length)
+            or trained.get("max_position_embeddings")
+            or self._result.config.data.seq_len
+        )
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
             # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to find the process
@@ -152,13 +161,13 @@ class HarnessModel(TemplateLM):
         """The log-likelihood of whole texts, in windows of at most `max_length` tokens that do not
         overlap.
         """
-        windows = [
-            [
-                make_disjoint_window(window)
-                for window in self._windows(self.tok_encode(request.args[0]))
-            ]
-            for request in requests
-        ]
+        windows = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            found = get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length, context_len=1
+            )
+            windows.append([make_disjoint_window(window) for window in found])
         scored = iter(
             self._loglikelihood_tokens([(("", ""), *pair) for pairs in windows for pair in pairs])
         )
@@ -179,9 +188,6 @@ class HarnessModel(TemplateLM):
             prompts, (settings, *_), indices = zip(*batch)
             texts += self._generate(prompts, settings, indices)
         return ordered.get_original(texts)
-
-    def _windows(self, ids: list[int]) -> Iterable[tuple[list[int], list[int]]]:
-        return get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **_
@@ -232,12 +238,10 @@ class HarnessModel(TemplateLM):
             )
             for part, log_probs_n, is_best_n in zip(parts, log_probs_Bn, is_best_Bn):
                 ends = np.cumsum([len(x) for _, x in part])
-                for (index, x), end in zip(part, ends):
-                    its = slice(end - len(x), end)
-                    results[index] = (
-                        float(log_probs_n[its].sum(dtype=np.float64)),
-                        bool(is_best_n[its].all()),
-                    )
+                pieces = zip(part, np.split(log_probs_n, ends), np.split(is_best_n, ends))
+                for (index, _), log_probs, is_best in pieces:
+                    total = float(log_probs.sum(dtype=np.float64))
+                    results[index] = total, bool(is_best.all())
         return results
 
     def _generate(
@@ -267,8 +271,7 @@ class HarnessModel(TemplateLM):
             sampling=Sampling(
                 temperature=temperature, top_p=top_p if temperature else 1.0, seed=seed
             ),
-            stop=[*stop, *self._stops.texts],
-            stop_ids=[*self._stops.ids, self.eot_token_id],
+            stops=Stops([*self._stops.ids, self.eot_token_id], [*stop, *self._stops.texts]),
             indices=self._filled(indices),
         )
         return [generation.text for generation in generations[: len(prompts)]]
@@ -311,22 +314,6 @@ class HarnessModel(TemplateLM):
     def _special_id(self, name: str) -> int | None:
         text = self._special_texts.get(name)
         return self._encode(text)[0] if text else None
-
-
-def _seed_of_lm_eval() -> int:
-    """The seed that lm_eval gave to PyTorch, if that is installed."""
-    torch = sys.modules.get("torch")
-    return torch.initial_seed() % 2**32 if torch else 0
-
-
-def _trained_length(result: TrainedModel) -> int:
-    """max_position_embeddings of a Hugging Face directory; the sequence length of a run."""
-    if not result.is_pretrained:
-        return result.config.data.seq_len
-    return (
-        read_json(result.workdir / CONFIG_FILE).get("max_position_embeddings")
-        or result.config.data.seq_len
-    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,10 +10,8 @@ is compiled.
 """
 
 import functools
-import json
-import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,9 +19,9 @@ import jax
 import numpy as np
 
 from jaxlc.config.models.pretrained import context_warning, original_of
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import replacing, valid_unicode
-from jaxlc.core.text import gib
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import valid_unicode
+from jaxlc.core.text import gib, print_to_stderr
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template
 from jaxlc.data.tokens.encoder import Encoder, Stops, stops_of
@@ -63,7 +61,7 @@ def generation_memory(step: TrainStep, num_sequences: int, num_tokens: int) -> G
     """The memory of `num_sequences` sequences of `num_tokens` tokens on the mesh of `step`, with a
     cache in the compute dtype."""
     dtype = step.compute_dtype
-    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
+    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype)
     cache = cached.abstract_cache(
         layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences)
     )
@@ -177,58 +175,8 @@ def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str = "") -> 
     )
 
 
-Prompt = str | Sequence[int] | np.ndarray
 # Generators keep compiled programs and a copy of the parameters.
 _generators: weakref.WeakKeyDictionary[LanguageModel, Generator] = weakref.WeakKeyDictionary()
-
-
-def generate_text(
-    result: TrainedModel,
-    prompts: Sequence[Prompt],
-    *,
-    max_tokens: int,
-    sampling: Sampling,
-    stop: Sequence[str] = (),
-    chunk_tokens: int = 0,
-    stream: Stream | None = None,
-    frees_params: bool = False,
-    chat: bool = False,
-    chat_template: str = "",
-) -> list[Generation]:
-    """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
-
-    Args:
-      frees_params: free the float32 parameters if the generator has them in another dtype. `result` cannot be used
-        afterwards.
-    """
-    if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
-        raise UserError(
-            "invalid prompts: expected a string, or a list of strings or of arrays of token ids"
-        )
-    encode = encoder_of(result, chat=chat, chat_template=chat_template)
-    encoded = [
-        encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts
-    ]
-    for warning in encode.warnings if jax.process_index() == 0 else ():
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
-    generator, stops = generator_of(result), stops_for(result, encode.template)
-    warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
-    if frees_params:
-        for stored, cast in zip(
-            jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True
-        ):
-            if stored.dtype != cast.dtype:
-                stored.delete()
-    return generator(
-        encoded,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop=[*([stop] if isinstance(stop, str) else stop), *stops.texts],
-        stop_ids=stops.ids,
-        chunk_tokens=chunk_tokens,
-        stream=stream,
-        shows_progress=True,
-    )
 
 
 def generator_of(result: TrainedModel) -> Generator:
@@ -237,14 +185,10 @@ def generator_of(result: TrainedModel) -> Generator:
     Raises:
       Unsupported: a custom model, whose attention has no KV cache.
     """
-    model, step = result.model, result.train_step
-    if step.model is not None:
-        raise Unsupported(
-            "unsupported: generation with a custom model, whose attention has no KV cache"
-        )
+    model = result.model
     if model not in _generators:
         _generators[model] = Generator(
-            step, result.params, result.tokenizer, is_pretrained=result.is_pretrained
+            result.train_step, result.params, result.tokenizer, is_pretrained=result.is_pretrained
         )
     return _generators[model]
 
@@ -257,7 +201,7 @@ def warn_beyond_context(result: TrainedModel, num_tokens: int) -> None:
     trained_tokens = 0 if result.is_pretrained else config.data.seq_len
     warning = context_warning(config.model, num_tokens, trained_tokens=trained_tokens)
     if warning and result.train_step.model is None and jax.process_index() == 0:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        print_to_stderr(f"warning: {warning}")
 
 
 def stops_for(result: TrainedModel, template: ChatTemplate | None = None) -> Stops:
@@ -283,11 +227,8 @@ class Sampler:
           UserError: a prompt is empty, or there is no chat template for train.sample_chat.
           Unsupported: a custom model.
         """
-        train, data = step.config.train, step.config.data
-        if step.model is not None:
-            raise Unsupported(
-                "unsupported: config.train.sample_every_steps with a custom model, which has no KV cache"
-            )
+        train = step.config.train
+        data = step.config.data
         template = None
         if train.sample_chat:
             template = fitting_template(data.chat_template, tokenizer, flag="data.chat_template")
@@ -295,14 +236,17 @@ class Sampler:
         self._prompts = [encode(prompt) for prompt in train.sample_prompts]
         if any(not ids.size for ids in self._prompts):
             raise UserError("config.train.sample_prompts has an empty prompt; remove it")
-        self._step, self._tokenizer, self._template = step, tokenizer, template
+        self._step = step
+        self._tokenizer = tokenizer
+        self._template = template
         self._generator = Generator(step, None, tokenizer, copies=False)
         self.problem = ""
 
     @property
     def lines(self) -> list[str]:
         """Memory of the samples, for the start report."""
-        memory, every = sample_memory(self._step), self._step.config.train.sample_every_steps
+        memory = sample_memory(self._step)
+        every = self._step.config.train.sample_every_steps
         return [
             f"samples    {memory.num_sequences} texts of up to {memory.num_tokens:,} tokens every {every} steps; beside"
             f" the training state, per device: KV cache {gib(memory.cache_bytes)} GiB"
@@ -310,7 +254,8 @@ class Sampler:
 
     def __call__(self, params: dict, workdir: Path) -> dict[str, str]:
         """The text that follows each prompt. Random numbers are the same at every step."""
-        config, train = self._step.config, self._step.config.train
+        config = self._step.config
+        train = self._step.config.train
         original = original_of(config.model.init_from, workdir)
         stops = stops_of(config, self._tokenizer, original, self._template)
         is_greedy = train.sample_temperature <= 0
@@ -325,8 +270,7 @@ class Sampler:
                 self._prompts,
                 max_tokens=train.sample_tokens,
                 sampling=sampling,
-                stop=stops.texts,
-                stop_ids=stops.ids,
+                stops=stops,
             )
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
@@ -336,42 +280,82 @@ class Sampler:
         }
 
 
-def write_samples(path: Path, texts: Mapping[str, str]) -> None:
-    """Writes one JSON object per prompt."""
-    path.parent.mkdir(exist_ok=True)
-    with replacing(path) as out:
-        for prompt, text in texts.items():
-            out.write(json.dumps(dict(prompt=prompt, text=text)).encode() + b"\n")
+_CHUNK_TOKENS = 256  # of a prompt, per context rank
 
 
-class Conversation:
-    """One sequence that grows by prompts and answers, whose cache stays between them. All answers
-    use the same two programs, of a chunk and of a decoding step.
+class ChatSession:
+    """A chat: one sequence that grows by prompts and answers, whose cache stays between them. All
+    answers use the same two programs, of a chunk and of a decoding step.
 
     Attributes:
       num_prefilled: tokens of prompts that were computed for the last answer.
     """
 
-    def __init__(self, generator: Generator, max_tokens: int, chunk_tokens: int):
+    def __init__(
+        self,
+        result: TrainedModel,
+        *,
+        system: str = "",
+        sampling: Sampling,
+        max_tokens: int,
+        max_context: int,
+        chat_template: str = "",
+    ):
         """
         Args:
-          max_tokens: the largest number of tokens of the sequence.
-          chunk_tokens: tokens of a prompt that are computed at once.
+          system: the system prompt; "": none.
+          max_tokens: the largest number of tokens of an answer.
+          max_context: the largest number of tokens of the chat, whose cache is allocated at once.
+          chat_template: as for `jaxlc.generate`.
+        Raises:
+          UserError: there is no chat template.
         """
-        self._generator, self._max_tokens = generator, max_tokens
-        self._batch = Batch(generator, [np.zeros(max_tokens - 1, np.int32)], 1, chunk_tokens)
+        template = template_of(result, chat_template)
+        generator = generator_of(result)
+        self._encoder = Encoder(result.tokenizer, template)
+        self._stops = stops_for(result, template)
+        self._system = system
+        self._sampling = sampling
+        self._max_tokens = max_tokens
+        self._max_context = max_context
+        self._turns: list[np.ndarray] = []  # the ids up to the end of each answer
+        chunk_tokens = _CHUNK_TOKENS * generator.mesh.shape["context"]
+        self._batch = Batch(generator, [np.zeros(max_context - 1, np.int32)], 1, chunk_tokens)
         self._ids = np.zeros(0, np.int32)  # of the tokens in the cache
         self._states = [(0, self._batch.copied_states())]
         self.num_prefilled = 0
 
+    def say(
+        self,
+        text: str,
+        stream: Stream | None = None,
+        is_ended: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """The answer to a message of the user, which both join the history.
+
+        Args:
+          is_ended: as for `answer`; an answer that it ends joins the history as it is.
+        Raises:
+          UserError: the chat has become too long; the history stays as it was.
+        """
+        message = dict(role="user", content=text)
+        where = repr(text[:40])
+        if self._turns:
+            ids = self._encoder.continued(self._turns[-1], Chat([message]), where)
+        else:
+            first = [dict(role="system", content=self._system)] if self._system else []
+            ids, _ = self._encoder.prompt(Chat([*first, message]), where)
+        answer = self.answer(ids, stream, is_ended)
+        self._turns.append(np.concatenate([ids, answer.tokens]))
+        return answer
+
+    def undo(self) -> None:
+        """Removes the last message and its answer from the history."""
+        del self._turns[-1:]
+
     def answer(
         self,
         ids: np.ndarray,
-        *,
-        max_tokens: int,
-        sampling: Sampling,
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
         stream: Stream | None = None,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> Generation:
@@ -382,22 +366,22 @@ class Conversation:
         Args:
           is_ended: called before each token; the answer ends if it is True, with the reason "interrupted".
         Raises:
-          UserError: the sequence and an answer of `max_tokens` are too long.
+          UserError: the sequence and an answer are too long.
         """
-        if len(ids) + max_tokens > self._max_tokens:
+        if len(ids) + self._max_tokens > self._max_context:
             raise UserError(
-                f"the conversation has {len(ids):,} tokens, and with an answer of {max_tokens:,} more than"
-                f" max_context={self._max_tokens:,}: start a new one, or use a larger max_context"
+                f"the conversation has {len(ids):,} tokens, and with an answer of {self._max_tokens:,} more than"
+                f" max_context={self._max_context:,}: start a new one, or use a larger max_context"
             )
         num_kept = self._rewind(ids)
         self.num_prefilled = len(ids) - num_kept
         logits_BV = self._batch.extend([ids[num_kept:]] * self._batch.num_sequences)
         self._ids = ids
         self._keep_states()
-        output = Output(self._generator.tokenizer, stop, stop_ids, max_tokens, ids)
+        output = Output(self._encoder.tokenizer, self._stops, self._max_tokens, ids)
         indices = np.zeros(1, np.int32)
         while not is_ended():
-            tokens_B, log_probs_B = self._batch.choose(logits_BV, sampling, indices)
+            tokens_B, log_probs_B = self._batch.choose(logits_BV, self._sampling, indices)
             output.add(int(tokens_B[0]), float(log_probs_B[0]))
             if stream and (text := output.take()):
                 stream(0, text)
@@ -426,74 +410,3 @@ class Conversation:
 
     def _keep_states(self) -> None:
         self._states.append((len(self._ids), self._batch.copied_states()))
-
-
-_CHUNK_TOKENS = 256  # of a prompt, per context rank
-
-
-class ChatSession:
-    """The history of a chat, and the tokens of its answers as they were generated."""
-
-    def __init__(
-        self,
-        result: TrainedModel,
-        *,
-        system: str = "",
-        sampling: Sampling,
-        max_tokens: int,
-        max_context: int,
-        chat_template: str = "",
-    ):
-        """
-        Args:
-          system: the system prompt; "": none.
-          max_tokens: the largest number of tokens of an answer.
-          max_context: the largest number of tokens of the chat, whose cache is allocated at once.
-          chat_template: as for `jaxlc.generate`.
-        Raises:
-          UserError: there is no chat template.
-        """
-        template, generator = template_of(result, chat_template), generator_of(result)
-        self._encoder, self._stops = (
-            Encoder(result.tokenizer, template),
-            stops_for(result, template),
-        )
-        self._system, self._sampling, self._max_tokens = system, sampling, max_tokens
-        self._turns: list[np.ndarray] = []  # the ids up to the end of each answer
-        chunk_tokens = _CHUNK_TOKENS * generator.mesh.shape["context"]
-        self.conversation = Conversation(generator, max_context, chunk_tokens)
-
-    def say(
-        self,
-        text: str,
-        stream: Stream | None = None,
-        is_ended: Callable[[], bool] = lambda: False,
-    ) -> Generation:
-        """The answer to a message of the user, which both join the history.
-
-        Args:
-          is_ended: as for `Conversation.answer`; an answer that it ends joins the history as it is.
-        Raises:
-          UserError: the chat has become too long; the history stays as it was.
-        """
-        message, where = dict(role="user", content=text), repr(text[:40])
-        if self._turns:
-            ids = self._encoder.continued(self._turns[-1], Chat([message]), where)
-        else:
-            first = [dict(role="system", content=self._system)] if self._system else []
-            ids, _ = self._encoder.prompt(Chat([*first, message]), where)
-        answer = self.conversation.answer(
-            ids,
-            max_tokens=self._max_tokens,
-            sampling=self._sampling,
-            stop=self._stops.texts,
-            stop_ids=self._stops.ids,
-            stream=stream,
-            is_ended=is_ended,
-        )
-        self._turns.append(np.concatenate([ids, answer.tokens]))
-        return answer
-
-    def undo(self) -> None:
-        """Removes the last message and its answer from the history."""
-        del self._turns[-1:]

@@ -24,16 +24,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config
 from jaxlc.config.models.model_schema import Segment
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.sequences.loader import experts_dtype
+from jaxlc.data.tokens.encoder import NO_STOPS, Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens, penalized
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import (
     Cache,
-    Cached,
     CacheLayout,
     LayerTokens,
     NewTokens,
@@ -44,25 +44,41 @@ from jaxlc.models.contract import (
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh, reach, stacked_tables, tables_of_kinds
 from jaxlc.models.layer_stack import DecoderLayer, Stacks
 from jaxlc.models.quantized import is_quantized
-from jaxlc.models.rope import RopeTables, TablesOfKinds, depends_on_length
+from jaxlc.models.rope import TablesOfKinds, depends_on_length
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.rules import Sharder, is_vector, storage_spec
 from jaxlc.step.step import TrainStep
 
+CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
+TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # for int32 [B, C]
+BATCH_SPEC = PartitionSpec(BATCH_AXES)  # for int32 [B]
+
 
 @dataclass(frozen=True, kw_only=True)
-class CachedDecoder:
-    """The function `(params, cache, tokens, new) -> (logits, cache, experts)`, to be called under
-    `jit`.
+class CachedStep:
+    """The decoder on new tokens, with a cache of the tokens before them, on a mesh whose devices may
+    be absent.
     """
 
     config: Config
     mesh: Mesh
-    layout: CacheLayout
-    compute_dtype: jnp.dtype
+    compute_dtype: jnp.dtype  # also of the cache
 
-    def __call__(
+    def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
+        """The function `(params, cache, tokens, new, tables) -> (logits, cache, experts)`, see `run`;
+        the cache is updated in place.
+        """
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
+        return jax.jit(
+            functools.partial(self.run, layout),
+            donate_argnums=1,
+            out_shardings=(replicated, cache, replicated),
+        )
+
+    def run(
         self,
+        layout: CacheLayout,
         params: dict,
         cache: Cache,
         tokens_BC: jax.Array,
@@ -73,7 +89,7 @@ class CachedDecoder:
 
         Args:
           params: the tree of `decoder.init`, in the compute dtype or float32.
-          cache: see `CachedStep.abstract_cache`. Donate it, so that it is updated in place.
+          cache: see `abstract_cache`.
           tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
           tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for config.data.seq_len.
         Returns:
@@ -81,23 +97,38 @@ class CachedDecoder:
           the cache with the new tokens; with posttrain.replay_routing, the experts of the tokens, of
           `loader.experts_dtype` [B, C], and otherwise None.
         """
-        shard, model = Sharder(self.mesh), self.config.model
+        shard = Sharder(self.mesh)
+        model = self.config.model
         module = decoder.bind(params, model, self.config.lora)
         x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
         # Padding may be beyond the tables and then has the last angles.
-        tables = tables or tables_of_kinds(model, self.layout.max_tokens, self.config.data.seq_len)
-        run_layer = functools.partial(_run_layer, new=new, shard=shard)
-        run_kind = {
-            kind: functools.partial(
-                run_layer, attends=[x.bind(new) for x in cached], tables=tables.get(kind)
+        tables = tables or tables_of_kinds(model, layout.max_tokens, self.config.data.seq_len)
+        batch_size, chunk_tokens = tokens_BC.shape
+        sizes = dict(batch_size=batch_size, chunk_tokens=chunk_tokens)
+        attends = {}
+        for kind, on in kinds_on_mesh(self.config, self.mesh, self.compute_dtype).items():
+            cached = [mixer.cached(own, layout, **sizes) for mixer, own in mixers_on_mesh(on)]
+            attends[kind] = [x.bind(new) for x in cached]
+        tokens = LayerTokens(new.positions_BC(chunk_tokens))
+
+        def run_layer(kind: str, layer: DecoderLayer, x_BCD: jax.Array, caches: tuple, index):
+            mixed, kept = layer.operands(
+                x_BCD, tokens.positions_BT, tables=tables.get(kind), shard=shard
             )
-            for kind, cached in self.cached_kinds(*tokens_BC.shape).items()
-        }
-        updated, chosen = {}, []
+            calls = zip(attends[kind], mixed, caches)
+            both = [attend(*operands, cache=own, layer=index) for attend, operands, own in calls]
+            outs = [out for out, _ in both]
+            caches = tuple(cache for _, cache in both)
+            output, chosen_BCk = layer.after_attention(x_BCD, outs, kept, tokens, shard=shard)
+            return output.x_BTD, caches, chosen_BCk
+
+        updated = {}
+        chosen = []
         for segment in model.segments:
-            layers, name = getattr(module, segment.name), segment.name
+            layers = getattr(module, segment.name)
+            name = segment.name
             x_BCD, updated[name], chosen_of_layers = self._run_stack(
-                layers, segment, x_BCD, cache[name], run_kind
+                layers, segment, x_BCD, cache[name], run_layer
             )
             chosen += chosen_of_layers
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
@@ -115,24 +146,13 @@ class CachedDecoder:
             experts_BCLk = jnp.moveaxis(jnp.concatenate(chosen), 0, 2).astype(dtype)
         return logits_BV[:, : model.vocab_size], updated, experts_BCLk
 
-    def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, list[Cached]]:
-        """What the mixers of each kind of layers compute between their projections, for chunks of
-        `chunk_tokens` tokens.
-        """
-        kinds = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
-        sizes = dict(batch_size=batch_size, chunk_tokens=chunk_tokens)
-        return {
-            kind: [mixer.cached(own, self.layout, **sizes) for mixer, own in mixers_on_mesh(on)]
-            for kind, on in kinds.items()
-        }
-
     def _run_stack(
         self,
         layers: DecoderLayer | nnx.Dict,
         segment: Segment,
         x_BCD: jax.Array,
         caches: tuple[Any, ...],
-        run_kind: dict[str, Callable],
+        run_layer: Callable,
     ) -> tuple[jax.Array, tuple[Any, ...], list[jax.Array]]:
         """Runs the layers of a segment. The caches are in the carry of the loop, where XLA updates
         them in place. Also returns the experts that its layers choose, int32 [layers, B, C, k]."""
@@ -141,11 +161,12 @@ class CachedDecoder:
 
         def run_period(carry, inputs):
             (x_BCD, caches), (params, index) = carry, inputs
-            updated, chosen = [], []
+            updated = []
+            chosen = []
             for place, cache in zip(places, caches, strict=True):
                 own = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
                 layer = nnx.merge(stacks.defs[place.stack], *own)
-                x_BCD, cache, chosen_BCk = run_kind[place.kind](layer, x_BCD, cache, index)
+                x_BCD, cache, chosen_BCk = run_layer(place.kind, layer, x_BCD, cache, index)
                 updated.append(cache)
                 chosen += [] if chosen_BCk is None else [chosen_BCk]
             return (x_BCD, tuple(updated)), jnp.stack(chosen) if chosen else None
@@ -154,80 +175,13 @@ class CachedDecoder:
         (x_BCD, updated), chosen = lax.scan(run_period, (x_BCD, caches), inputs)
         return x_BCD, updated, [] if chosen is None else [chosen.reshape(-1, *chosen.shape[2:])]
 
-
-def _run_layer(
-    layer: DecoderLayer,
-    x_BCD: jax.Array,
-    caches: tuple,
-    index: jax.Array,
-    *,
-    new: NewTokens,
-    attends: Sequence[Callable],
-    tables: RopeTables | None,
-    shard: Sharder,
-) -> tuple[jax.Array, tuple, jax.Array | None]:
-    tokens = LayerTokens(new.positions_BC(x_BCD.shape[1]))
-    mixed, kept = layer.operands(x_BCD, tokens.positions_BT, tables=tables, shard=shard)
-    calls = zip(attends, mixed, caches)
-    both = [attend(*operands, cache=own, layer=index) for attend, operands, own in calls]
-    outs, caches = [out for out, _ in both], tuple(cache for _, cache in both)
-    output, chosen_BCk = layer.after_attention(x_BCD, outs, kept, tokens, shard=shard)
-    return output.x_BTD, caches, chosen_BCk
-
-
-CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
-TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # for int32 [B, C]
-BATCH_SPEC = PartitionSpec(BATCH_AXES)  # for int32 [B]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedStep:
-    """Compiles `CachedDecoder` for a mesh, whose devices may be absent."""
-
-    config: Config
-    mesh: Mesh
-    compute_dtype: jnp.dtype
-    cache_dtype: jnp.dtype
-
-    def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
-        """The function `(params, cache, tokens, new, tables) -> (logits, cache, experts)`; the cache
-        is updated in place.
-        """
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
-        return jax.jit(
-            self._decoder(layout).__call__,
-            donate_argnums=1,
-            out_shardings=(replicated, cache, replicated),
-        )
-
-    def _decoder(self, layout: CacheLayout) -> CachedDecoder:
-        return CachedDecoder(
-            config=self.config, mesh=self.mesh, layout=layout, compute_dtype=self.compute_dtype
-        )
-
-    def lower(
-        self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int
-    ) -> jax.stages.Lowered:
-        """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`."""
-
-        def numbers(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
-
-        new = NewTokens(numbers(BATCH_SPEC, batch_size), numbers(BATCH_SPEC, batch_size))
-        tokens, cache = (
-            numbers(TOKENS_SPEC, batch_size, num_tokens),
-            self.abstract_cache(layout, batch_size),
-        )
-        return self.jitted(layout).lower(params, cache, tokens, new)
-
     def abstract_cache(self, layout: CacheLayout, batch_size: int) -> Cache:
         """Shapes, dtypes and shardings of the cache."""
         on_mesh = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
         cache: Cache = {}
         for segment in self.config.model.segments:
             sizes = dict(
-                batch_size=batch_size, num_layers=segment.num_iterations, dtype=self.cache_dtype
+                batch_size=batch_size, num_layers=segment.num_iterations, dtype=self.compute_dtype
             )
             cache[segment.name] = tuple(
                 tuple(
@@ -284,15 +238,13 @@ def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> d
 
 def cast_params(params: dict, abstract: dict) -> dict:
     """A copy of the parameters with the dtypes and shardings of `abstract_params`."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    dtypes = jax.tree.map(lambda x: x.dtype, abstract)
+
+    def cast(x, like):
+        return (x.dequantized() if is_quantized(x) else x).astype(like.dtype)
+
     return jax.jit(
-        lambda tree: jax.tree.map(
-            lambda x, dtype: (x.dequantized() if is_quantized(x) else x).astype(dtype),
-            *(tree, dtypes),
-            is_leaf=is_quantized,
-        ),
-        out_shardings=shardings,
+        lambda tree: jax.tree.map(cast, tree, abstract, is_leaf=is_quantized),
+        out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )(params)
 
 
@@ -337,14 +289,20 @@ class Generator:
           copies: copy the parameters in the compute dtype. False: the programs read `params` and cast each layer, as a
             training step does.
           is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.
+        Raises:
+          Unsupported: a custom model.
         """
-        self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
-        self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
+        if step.model is not None:
+            raise Unsupported(
+                "unsupported: generation (also by config.evals.tasks, config.train.sample_every_steps or"
+                " config.rollouts) with a custom model, whose attention has no KV cache"
+            )
+        self.config = step.config
+        self.mesh = step.mesh
+        self.tokenizer = tokenizer
+        self.rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
         self.cached_step = CachedStep(
-            config=self.config,
-            mesh=self.mesh,
-            compute_dtype=step.compute_dtype,
-            cache_dtype=step.compute_dtype,
+            config=self.config, mesh=self.mesh, compute_dtype=step.compute_dtype
         )
         self._steps: dict[CacheLayout, Program] = {}
         self._copies = copies
@@ -367,8 +325,7 @@ class Generator:
         *,
         max_tokens: int | Sequence[int],
         sampling: Sampling = Sampling(),  # noqa: B008
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
+        stops: Stops = NO_STOPS,
         indices: Sequence[int] | None = None,
         chunk_tokens: int = 0,
         stream: Stream | None = None,
@@ -379,8 +336,7 @@ class Generator:
         Args:
           prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
           max_tokens: the largest number of new tokens, of all prompts or of each.
-          stop: strings that end a continuation.
-          stop_ids: token ids that end a continuation.
+          stops: what ends a continuation.
           indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
@@ -406,8 +362,7 @@ class Generator:
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.extend(progress=progress))
         outputs = [
-            Output(self.tokenizer, stop, stop_ids, limit, prompt)
-            for limit, prompt in zip(limits, prompts)
+            Output(self.tokenizer, stops, limit, prompt) for limit, prompt in zip(limits, prompts)
         ]
         # a stream of texts shows that they are generated
         with progress_lines("generating", is_shown=is_shown and stream is None) as progress:
@@ -439,18 +394,10 @@ class Generator:
         return ids.astype(np.int32)
 
     def step(self, layout: CacheLayout) -> Program:
-        """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
+        """The compiled `CachedStep` of this cache layout; the cache is updated in place."""
         if layout not in self._steps:
             self._steps[layout] = Program("generation", self.cached_step.jitted(layout))
         return self._steps[layout]
-
-    def tables(self, layout: CacheLayout, prompts: Sequence[np.ndarray]) -> TablesOfKinds | None:
-        """The argument `tables` of `step`."""
-        if not self._rope_by_prompt:
-            return None
-        return stacked_tables(
-            self.config.model, layout.max_tokens, [len(prompt) for prompt in prompts]
-        )
 
 
 class Batch:
@@ -460,14 +407,19 @@ class Batch:
     def __init__(
         self, generator: Generator, prompts: list[np.ndarray], max_tokens: int, chunk_tokens: int
     ):
-        self._generator, cached_step = generator, generator.cached_step
+        self._generator = generator
+        cached_step = generator.cached_step
         num_padding = cached_step.padded_batch_size(len(prompts)) - len(prompts)
         self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
         self.num_sequences = len(self._prompts)
         longest = max(map(len, prompts))
         self._layout = layout = layout_for(longest + max_tokens, generator.mesh)
         self._chunk_tokens = cached_step.prefill_tokens(longest, chunk_tokens)
-        self._step, self._tables = generator.step(layout), generator.tables(layout, self._prompts)
+        self._step = generator.step(layout)
+        self._tables: TablesOfKinds | None = None
+        if generator.rope_by_prompt:
+            lengths = [len(prompt) for prompt in self._prompts]
+            self._tables = stacked_tables(generator.config.model, layout.max_tokens, lengths)
         self._cache = empty_cache(cached_step.abstract_cache(layout, self.num_sequences))
         self._num_tokens_B = np.zeros(self.num_sequences, np.int32)  # in the cache
         self._seen_BV = np.zeros((self.num_sequences, generator.config.model.vocab_size), bool)
@@ -479,7 +431,8 @@ class Batch:
         """Appends a prompt to each sequence, at first those of the batch; returns the logits of the
         next token, float32 [B, V].
         """
-        prompts, size = prompts or self._prompts, self._chunk_tokens
+        prompts = prompts or self._prompts
+        size = self._chunk_tokens
         logits_BV = previous_BV = None
         self._recorded.clear()
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -510,7 +463,8 @@ class Batch:
         """Which arrays of the cache are states, which change with each token: their size does not
         depend on the number of tokens.
         """
-        layout, cached_step = self._layout, self._generator.cached_step
+        layout = self._layout
+        cached_step = self._generator.cached_step
         longer = layout_for(2 * layout.max_tokens, self._generator.mesh)
         shapes = (
             [x.shape for x in jax.tree.leaves(cached_step.abstract_cache(each, 1))]
@@ -585,7 +539,7 @@ class Batch:
 
     def _global(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.make_array_from_callback(
-            x.shape, NamedSharding(self._generator.mesh, spec), lambda index: x[index]
+            x.shape, NamedSharding(self._generator.mesh, spec), x.__getitem__
         )
 
 
@@ -595,17 +549,14 @@ class Output:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str],
-        stop_ids: Sequence[int],
+        stops: Stops,
         max_tokens: int,
         prompt: np.ndarray,
     ):
-        self._stream = TextStream(tokenizer, stop, prompt)
-        self._stop_ids, self._max_tokens, self._num_prompt_tokens = (
-            set(stop_ids),
-            max_tokens,
-            len(prompt),
-        )
+        self._stream = TextStream(tokenizer, stops.texts, prompt)
+        self._stop_ids = stops.ids
+        self._max_tokens = max_tokens
+        self._num_prompt_tokens = len(prompt)
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self.finish_reason = ""  # empty: not finished

@@ -39,7 +39,9 @@ class RolloutMaker(ABC):
         Raises:
           UserError: the agent or the reward cannot be loaded, or the teacher cannot be used.
         """
-        self._step, self._source, config = step, source, step.config
+        self._step = step
+        self._source = source
+        config = self._config = step.config
         self._prompts = (*source.prompts, *source.eval_prompts)
         teacher = open_teacher(config, source.tokenizer, source.prompts[0].text)
         self._agents = Agents(config, source.tokenizer, self._prompts, teacher)
@@ -66,7 +68,7 @@ class RolloutMaker(ABC):
         records = self._answers(params, numbers, step, step, _HELDOUT)
 
         def means() -> dict[str, float]:
-            write_rewarded(records, self._step.config, path)
+            write_rewarded(records, self._config, path)
             rewarded = [record for record in records if FAILED not in record]
             rewards = [record["reward"] for record in rewarded]
             return dict(
@@ -104,7 +106,7 @@ class PolicyRollouts(RolloutMaker):
 
     @property
     def lines(self) -> list[str]:
-        rollouts = self._step.config.rollouts
+        rollouts = self._config.rollouts
         longest = max(len(prompt.ids) for prompt in self._prompts) + rollouts.max_tokens
         memory = rollout_memory(self._step, 0 if rollouts.agent else longest)
         return [
@@ -116,9 +118,12 @@ class PolicyRollouts(RolloutMaker):
         # Processes must agree, also on file systems that show them different states of the file.
         if on_process_0(path.is_file):
             return
-        config, num_prompts = self._step.config, len(self._source.prompts)
-        prompts, records = prompts_of_step(config, num_prompts, step), []
-        asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
+        config = self._config
+        num_prompts = len(self._source.prompts)
+        prompts = prompts_of_step(config, num_prompts, step)
+        records = []
+        asked = list(prompts)
+        most = len(prompts) + config.rollouts.max_replacements
         # an order of their own: the steps that follow use other prompts
         order = epoch_order(num_prompts, config.data.seed + 1, step).tolist()
         for attempt in itertools.count():
@@ -138,8 +143,9 @@ class PolicyRollouts(RolloutMaker):
         """Agents run in the background of process 0, and this thread of all processes answers them
         together.
         """
-        num_agents = len(numbers) * self._step.config.rollouts.answers_per_prompt
-        rounds, records = _Rounds(num_agents), []
+        num_agents = len(numbers) * self._config.rollouts.answers_per_prompt
+        rounds = _Rounds(num_agents)
+        records = []
         if jax.process_index() == 0:
             agents = self._agents.rollouts(numbers, step, version, rounds.sample, rounds.end)
             result = in_background(agents)
@@ -158,7 +164,7 @@ class PolicyRollouts(RolloutMaker):
     def _generate(
         self, batch: list[Request], num_agents: int, step: int, attempt: int
     ) -> list[Turn]:
-        config = self._step.config
+        config = self._config
         sampling = Sampling(
             temperature=config.posttrain.temperature,
             top_p=config.rollouts.top_p,
@@ -172,8 +178,7 @@ class PolicyRollouts(RolloutMaker):
             prompts,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop=self._stops.texts,
-            stop_ids=self._stops.ids,
+            stops=self._stops,
             indices=indices,
         )
         return [
@@ -186,7 +191,8 @@ class _Rounds:
     """Collects the requests of agents: a batch has those of all agents that run."""
 
     def __init__(self, num_agents: int):
-        self._num_agents, self._running = num_agents, set(range(num_agents))
+        self._num_agents = num_agents
+        self._running = set(range(num_agents))
         self._waiting: dict[int, tuple[Request, Future]] = {}  # by index
         self._asked: list[Future] = []  # of the batch that `next` returned
         # an empty one: all agents have ended

@@ -28,11 +28,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Iterable[int] = ()):
-        self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
+        self._decode = tokenizer.decode
+        self._stop = [text for text in stop if text]
         self._tokens = [int(token) for token in prompt]
         # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
         # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
-        self._start, self._end = 0, len(self._tokens)
+        self._start = 0
+        self._end = len(self._tokens)
         ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
         self._whole_end = next(
             (end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end
@@ -57,7 +59,8 @@ class TextStream:
         new = self._new_text()
         if new and not new.endswith(_REPLACEMENT):
             self._append(new)
-            self._start, self._end = self._whole_end, len(self._tokens)
+            self._start = self._whole_end
+            self._end = len(self._tokens)
             self._whole_end = self._end
 
     def finish(self) -> None:
@@ -117,7 +120,8 @@ class TextStream:
         self._all_text += new
         ends = [at for stop in self._stop if (at := self._all_text.find(stop, searched)) >= 0]
         if ends:
-            self._all_text, self.is_stopped = self._all_text[: min(ends)], True
+            self._all_text = self._all_text[: min(ends)]
+            self.is_stopped = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,37 +179,25 @@ def choose_tokens(
       indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
       limits: top_k and min_p of `Sampling`.
     """
+    top_k, min_p = limits
+
+    def sample(logits_V: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+        probs_V = jax.nn.softmax(logits_V / temperature)
+        order_V = jnp.argsort(-probs_V)
+        sorted_V = probs_V[order_V]
+        if top_k:
+            sorted_V = jnp.where(jnp.arange(len(sorted_V)) < top_k, sorted_V, 0.0)
+            sorted_V /= sorted_V.sum()
+        if min_p:
+            sorted_V = jnp.where(sorted_V >= min_p * sorted_V[0], sorted_V, 0.0)
+        before_V = jnp.cumsum(sorted_V) - sorted_V  # probability of the more likely tokens
+        sorted_V = jnp.where(before_V < top_p, sorted_V, 0.0)
+        return order_V[jax.random.categorical(key, jnp.log(sorted_V))].astype(jnp.int32)
+
     log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
     if greedy:
         tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     else:
-        sample = partial(_sample, jax.random.key(seed), limits=limits)
-        tokens_B = jax.vmap(sample, in_axes=(0, 0, 0, None, None))(
-            logits_BV, *indices_B, temperature, top_p
-        )
+        tokens_B = jax.vmap(sample)(logits_BV, *indices_B)
     return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=1)[:, 0]
-
-
-def _sample(
-    key: jax.Array,
-    logits_V: jax.Array,
-    sequence: jax.Array,
-    position: jax.Array,
-    temperature,
-    top_p,
-    *,
-    limits: tuple[int, float],
-):
-    key = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
-    probs_V = jax.nn.softmax(logits_V / temperature)
-    order_V = jnp.argsort(-probs_V)
-    sorted_V = probs_V[order_V]
-    top_k, min_p = limits
-    if top_k:
-        sorted_V = jnp.where(jnp.arange(len(sorted_V)) < top_k, sorted_V, 0.0)
-        sorted_V /= sorted_V.sum()
-    if min_p:
-        sorted_V = jnp.where(sorted_V >= min_p * sorted_V[0], sorted_V, 0.0)
-    before_V = jnp.cumsum(sorted_V) - sorted_V  # probability of the more likely tokens
-    sorted_V = jnp.where(before_V < top_p, sorted_V, 0.0)
-    return order_V[jax.random.categorical(key, jnp.log(sorted_V))].astype(jnp.int32)

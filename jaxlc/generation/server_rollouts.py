@@ -41,13 +41,12 @@ class ServerRollouts(RolloutMaker):
 
     def __init__(self, step: TrainStep, source: Rollouts):
         super().__init__(step, source)
-        config = self._config = step.config
-        setting = config.rollouts.server_directory
+        setting = step.config.rollouts.server_directory
         directory = local_path(setting) if setting else source.workdir / ADAPTERS
         self._directory = directory.absolute()
         self._server = Server(
-            url=config.rollouts.server,
-            config=config,
+            url=step.config.rollouts.server,
+            config=step.config,
             tokenizer=source.tokenizer,
             stops=self._stops,
         )
@@ -71,7 +70,8 @@ class ServerRollouts(RolloutMaker):
         """
         self._publish(params, step - 1)
         if jax.process_index() == 0:
-            lag, first = self._config.rollouts.lag, max(step, self._next_step)
+            lag = self._config.rollouts.lag
+            first = max(step, self._next_step)
             self._next_step = min(step + lag, self._config.train.steps) + 1
             # no request refers to versions before this step's
             in_background(self._make(range(first, self._next_step), step - 1 - lag))
@@ -80,7 +80,8 @@ class ServerRollouts(RolloutMaker):
         self, params: dict, numbers: Sequence[int], step: int, version: int, attempt: int
     ) -> Records:
         self._publish(params, version)
-        records, asked = [], (numbers, step, version, attempt)
+        records = []
+        asked = (numbers, step, version, attempt)
         on_process_0(lambda: records.extend(in_background(self._records(*asked)).result()))
         return records
 
@@ -92,7 +93,8 @@ class ServerRollouts(RolloutMaker):
             self._source.train.failure = error
 
     async def _write(self, step: int) -> None:
-        config, path = self._config, self._source.train.path(step)
+        config = self._config
+        path = self._source.train.path(step)
         if path.is_file():
             return
         numbers = prompts_of_step(config, len(self._source.prompts), step)
@@ -110,7 +112,8 @@ class ServerRollouts(RolloutMaker):
             )
         # a server keeps the keys and values of a name that is loaded again: equal names have equal weights
         digest = hashlib.sha256((adapter / WEIGHTS_FILE).read_bytes()).hexdigest()[:12]
-        name, seed = f"{version}-{digest}", seed_of(self._config, step, attempt)
+        name = f"{version}-{digest}"
+        seed = seed_of(self._config, step, attempt)
         await self._server.load(name, adapter)
         sample = functools.partial(self._server.sample, name, adapter, seed)
         return await self._agents.rollouts(numbers, step, version, sample)
@@ -126,8 +129,10 @@ class ServerRollouts(RolloutMaker):
         on_process_0(lambda: self._write_version(gathered, target))
 
     def _write_version(self, params: Params, target: Path) -> None:
-        config, original = self._config, self._original
-        family, prefix = family_of(original and original.config_json(), config.model), ""
+        config = self._config
+        original = self._original
+        family = family_of(original and original.config_json(), config.model)
+        prefix = ""
         if original is not None and original.has_images:
             prefix = [*family.multimodal_prefixes][-1]
         partial = target.with_suffix(".partial")
@@ -145,10 +150,12 @@ class ServerRollouts(RolloutMaker):
 
 def _gathered(params: dict, config: Config) -> Params:
     """The trained parameters of a training state; every process calls it."""
-    model, dims = config.model, decoder.dims_of(config.model, config.lora)
+    model = config.model
+    dims = decoder.dims_of(config.model, config.lora)
     trained, _ = lora.split(params, lora.frozen_names(config, lora.names_of(dims)))
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
-    arrays = {path: process_allgather(x, tiled=True) for path, x in paths_of(trained)}
-    for path, x in arrays.items():  # without padding of the vocabulary
-        arrays[path] = x[tuple(map(slice, abstract[path].shape))]
+    arrays = {}
+    for path, x in paths_of(trained):
+        without_padding = tuple(map(slice, abstract[path].shape))  # of the vocabulary
+        arrays[path] = process_allgather(x, tiled=True)[without_padding]
     return SimpleNamespace(abstract=abstract, read=lambda paths: {x: arrays[x] for x in paths})

@@ -77,13 +77,12 @@ class LanguageModel:
         self, step: TrainStep, params, tokenizer: Tokenizer, *, is_pretrained: bool = False
     ):
         """`is_pretrained`: see `Result.is_pretrained`."""
-        self.config, self.mesh, self.params, self.tokenizer = (
-            step.config,
-            step.mesh,
-            params,
-            tokenizer,
-        )
-        self._step, self._is_pretrained = step, is_pretrained
+        self.config = step.config
+        self.mesh = step.mesh
+        self.params = params
+        self.tokenizer = tokenizer
+        self._step = step
+        self._is_pretrained = is_pretrained
 
     def hidden_states(self, tokens: Tokens) -> jax.Array:
         """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over
@@ -264,7 +263,8 @@ class LanguageModel:
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":
         step = self._step_for(num_tokens)
-        everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        options = step.compiler_options
         objective = step.objective
         return _Functions(
             features=Program("features", jax.jit(objective.features, compiler_options=options)),
@@ -339,7 +339,10 @@ class LanguageModel:
         }
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
         batch = Batch(
-            **{name: _global_array(x[:, order], sharding) for name, x in (arrays | added).items()}
+            **{
+                name: jax.make_array_from_callback(x.shape, sharding, x[:, order].__getitem__)
+                for name, x in (arrays | added).items()
+            }
         )
         tables = ()
         if not is_custom:
@@ -374,10 +377,6 @@ def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
     num_units = -(-num_tokens // unit)
     granularity = max(1, 2 ** (num_units.bit_length() - 3))
     return unit * -(-num_units // granularity) * granularity
-
-
-def _global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from jaxlc.core.files import (
     make_writable,
     write_errors_explained,
 )
-from jaxlc.generation.generate_text import SAMPLES, write_samples
+from jaxlc.generation.generate_text import SAMPLES
 from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import (
@@ -185,7 +185,8 @@ class StageRun(Outputs):
             try:
                 texts = sampler(position.state.params, self.workdir)
                 if jax.process_index() == 0:
-                    write_samples(path, texts)
+                    records = [dict(prompt=prompt, text=texts[prompt]) for prompt in texts]
+                    write_rollouts(records, path)
             except Exception as error:
                 problem = (
                     f"{type(error).__name__} on process {jax.process_index()}: {reason_of(error)}"

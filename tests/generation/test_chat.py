@@ -9,29 +9,35 @@ import pytest
 from jaxlc.cli.inference import chat_main
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.generation.generate_text import ChatSession, Conversation
-from jaxlc.generation.generator import Generator
+from jaxlc.generation import generate_text
+from jaxlc.generation.generate_text import ChatSession
 from jaxlc.generation.sampling import Sampling, choose_tokens, penalized
+from jaxlc.step.language_model import TrainedModel
 from tests.step.synthetic import HYBRID, small_config, small_step
 from tests.train import runs
-
-OPTIONS = dict(max_tokens=5, sampling=Sampling())
 
 
 @pytest.mark.parametrize(
     "model", [pytest.param({}, marks=pytest.mark.full), HYBRID], ids=["attention", "hybrid"]
 )
-def test_second_turn_prefills_new_tokens_and_compiles_nothing(model):
+def test_second_turn_prefills_new_tokens_and_compiles_nothing(model, monkeypatch, tmp_path):
     config = small_config(model=model, mesh=dict(context=2))
     step = small_step(config)
-    generator = Generator(step, step.init().params, ByteTokenizer())
-    conversation = Conversation(generator, 128, 16)
+    monkeypatch.setattr(generate_text, "_CHUNK_TOKENS", 8)
+    result = TrainedModel(
+        step=0, params=step.init().params, tokenizer=ByteTokenizer(), workdir=tmp_path,
+        train_step=step,
+    )  # fmt: skip
+    conversation = ChatSession(
+        result, sampling=Sampling(), max_tokens=5, max_context=128, chat_template="chatml"
+    )
+    generator, stops = generate_text.generator_of(result), generate_text.stops_for(result)
     ids = np.arange(2, 22, dtype=np.int32)
 
     def fresh(prompt):
-        return generator([prompt], max_tokens=5, sampling=Sampling())[0].tokens.tolist()
+        return generator([prompt], max_tokens=5, stops=stops)[0].tokens.tolist()
 
-    first = conversation.answer(ids, **OPTIONS)
+    first = conversation.answer(ids)
     assert first.tokens.tolist() == fresh(ids) and conversation.num_prefilled == 20
     more = np.concatenate([ids, first.tokens, np.arange(30, 39, dtype=np.int32)])
     expected = fresh(more)
@@ -41,18 +47,18 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model):
         compiled.append(name) if "backend_compile" in name else None
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    second = conversation.answer(more, **OPTIONS)
+    second = conversation.answer(more)
     assert compiled == []
     # the last token of an answer is not in the cache
     assert second.tokens.tolist() == expected and conversation.num_prefilled == 9 + 1
     # a rewritten history: from its first difference, or from the state before it
     # The length is that of `more`, so that `fresh` compiles nothing.
     other = np.concatenate([ids, np.arange(46, 60)]).astype(np.int32)
-    rewritten = conversation.answer(other, **OPTIONS)
+    rewritten = conversation.answer(other)
     assert rewritten.tokens.tolist() == fresh(other)
     assert conversation.num_prefilled == 14
     with pytest.raises(UserError, match="max_context=128"):
-        conversation.answer(np.zeros(125, np.int32), **OPTIONS)
+        conversation.answer(np.zeros(125, np.int32))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import jaxlc
 from jaxlc.cli.inference import generate_main as main
 from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text
-from jaxlc.generation.sampling import Sampling
 from jaxlc.step.step import TrainStep
 from tests.train import runs
 
@@ -97,9 +96,8 @@ def test_generation_from_a_path_frees_float32_parameters(run, monkeypatch):
     """Those that the generator has in bfloat16, before it allocates the cache."""
     monkeypatch.setattr(TrainStep, "compute_dtype", jnp.dtype(jnp.bfloat16))
     result = jaxlc.load(run)
-    (generation,) = generate_text.generate_text(
-        result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True
-    )
+    monkeypatch.setattr("jaxlc.api.load", lambda *_, **__: result)
+    generation = jaxlc.generate(run, PROMPT, max_tokens=2)
     assert len(generation.tokens) == 2
     used = generate_text.generator_of(result).params
     freed = jax.tree.map(

@@ -11,6 +11,7 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Batch, Generator, Output
 from jaxlc.generation.sampling import Sampling
@@ -26,6 +27,7 @@ from tests.step.synthetic import (
     KIMI_DELTA,
     LATENT,
     MIXED_KINDS,
+    lowered_decoding,
     put_params,
     small_config,
     small_step,
@@ -148,7 +150,7 @@ def test_generation_of_several_prompts_equals_single_ones(one_device):
 
     stop_id = int(together[0].tokens[3])
     first = int(np.flatnonzero(together[0].tokens == stop_id)[0])
-    stopped = generator(prompts[:1], max_tokens=12, stop_ids=[stop_id])[0]
+    stopped = generator(prompts[:1], max_tokens=12, stops=Stops([stop_id], []))[0]
     assert stopped.finish_reason == "stop" and len(stopped.tokens) == first + 1
 
 
@@ -234,7 +236,7 @@ def test_decoding_copies_no_layer_of_the_cache(one_device):
     step = small_step(small_config(model=KINDS | dict(window=30_000)))
     generator = generator_of(step, params)
     layout = layout_for(30_000, step.mesh)
-    lowered = generator.cached_step.lower(generator.params, layout, batch_size=2, num_tokens=1)
+    lowered = lowered_decoding(generator.cached_step, generator.params, layout)
     memory = lowered.compile().memory_analysis()
     cache_bytes = bytes_per_device(generator.cached_step.abstract_cache(layout, 2))
     assert memory.alias_size_in_bytes >= cache_bytes
@@ -244,7 +246,7 @@ def test_decoding_copies_no_layer_of_the_cache(one_device):
 
 def test_stop_string_that_only_the_end_completes_is_the_reason():
     """The last token is the first byte of a character, which the end of the text replaces."""
-    output = Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, prompt=np.array([97]))
+    output = Output(ByteTokenizer(), Stops([], ["b\ufffd"]), max_tokens=3, prompt=np.array([97]))
     for number in b"ab\xc3":
         output.add(number, 0.0)
     assert output.finish_reason == "stop" and output.result().text == "a"

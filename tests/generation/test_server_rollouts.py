@@ -336,7 +336,7 @@ def test_agent_gets_the_same_tokens_from_the_own_sampler_and_the_server(standin,
         with lock:
             (result,) = generator(
                 [np.array(body["prompt"])], max_tokens=body["max_tokens"], sampling=sampling,
-                stop_ids=body["stop_token_ids"], indices=[index],
+                stops=Stops(body["stop_token_ids"], []), indices=[index],
             )  # fmt: skip
         log_probs = result.log_probs.tolist()
         return result.tokens.tolist(), log_probs, result.text, result.finish_reason

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxlc.config import Config, MeshConfig, defaults, load
 from jaxlc.evals.document_loss import DocumentSums
+from jaxlc.generation.generator import BATCH_SPEC, TOKENS_SPEC, CachedStep
+from jaxlc.models.contract import CacheLayout, NewTokens
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
@@ -146,6 +149,19 @@ def gradients_and_loss(step: TrainStep):
         return gradients, cross_entropy
 
     return run
+
+
+def lowered_decoding(cached: CachedStep, params, layout: CacheLayout) -> jax.stages.Lowered:
+    """`CachedStep.jitted` for `decode_tokens` new tokens of each of two sequences, on devices that may
+    be absent.
+    """
+
+    def numbers(spec, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(cached.mesh, spec))
+
+    new = NewTokens(numbers(BATCH_SPEC, 2), numbers(BATCH_SPEC, 2))
+    tokens = numbers(TOKENS_SPEC, 2, cached.decode_tokens)
+    return cached.jitted(layout).lower(params, cached.abstract_cache(layout, 2), tokens, new)
 
 
 def put_params(step: TrainStep, params):

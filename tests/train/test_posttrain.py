@@ -295,7 +295,7 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
     )
     with pytest.raises(ValueError, match="zip"):
         maker(run.params, 1, tmp_path / "1.jsonl")
-    assert (asked["stop"], asked["stop_ids"]) == (["<|im_end|>"], [256, 7, 9])
+    assert asked["stops"] == ([256, 7, 9], ["<|im_end|>"])
 
 
 def test_groups_without_advantage_are_replaced_up_to_the_limit(tmp_path, monkeypatch):

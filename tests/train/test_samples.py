@@ -22,7 +22,7 @@ from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
 from jaxlc.train.loop import run
 from jaxlc.train.reports.metrics import WandbWriter
-from tests.step.synthetic import small_config, small_step
+from tests.step.synthetic import lowered_decoding, small_config, small_step
 from tests.train import runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
@@ -149,11 +149,9 @@ def test_sampler_has_no_second_copy_of_the_weights_on_gpus(name, mesh, share):
     gpus = topology(f"h100:1x{config.mesh.num_devices}")
     step = build_step(config, make_mesh(gpus, config.mesh))
     dtype = step.compute_dtype
-    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
+    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype)
     params = step.abstract_state.params
-    lowered = cached.lower(
-        params, layout_for(46, step.mesh), batch_size=2, num_tokens=cached.decode_tokens
-    )
+    lowered = lowered_decoding(cached, params, layout_for(46, step.mesh))
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     copy = abstract_params(params, step.dims, step.mesh, dtype)
     assert temporary < share * bytes_per_device(copy)
@@ -226,7 +224,7 @@ from jaxlc.train import stage
 def fail(path, texts):
     raise OSError(28, "No space left on device")
 
-stage.write_samples = fail
+stage.write_rollouts = fail
 """
 
 

@@ -43,7 +43,10 @@ class Stops(NamedTuple):
     """What ends an answer."""
 
     ids: list[int]  # tokens: end of turn, end of document, those that the original model names
-    texts: list[str]  # an end of turn that is not a token, as with the tokenizer `bytes`
+    texts: list[str]  # such as an end of turn that is not a token, as with the tokenizer `bytes`
+
+
+NO_STOPS = Stops([], [])
 
 
 def stops_of(
