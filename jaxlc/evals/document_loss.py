@@ -13,7 +13,6 @@ document are correlated, and intervals that treat tokens as independent are too 
 
 import hashlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,13 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.evals.predictions import ScoreRow, read_scores, resumed_rows, stored_header, stored_rows
+from jaxlc.evals.predictions import (
+    Predictions,
+    ScoreRow,
+    read_scores,
+    score_of,
+    stored_lines,
+)
 
 MIN_DOCUMENTS = 5  # a mean over fewer documents has no interval
 _NUM_RESAMPLES = 2000
@@ -59,9 +64,6 @@ class DocumentSums:
     edges: np.ndarray  # int64 [bins + 1]; bin b holds positions edges[b] <= position < edges[b + 1]
     weight: np.ndarray  # float64 [documents, bins]: sum of loss weights
     loss: np.ndarray  # float64 [documents, bins]: sum of loss weight x loss, in nats
-
-    def __post_init__(self):
-        assert self.weight.shape == self.loss.shape == (len(self.weight), len(self.edges) - 1)
 
     @property
     def num_documents(self) -> int:
@@ -203,8 +205,7 @@ TokenLosses = Callable[[np.ndarray], np.ndarray]
 _SETTING = "documents"  # named in errors
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutDocument:
+class CutDocument(NamedTuple):
     """The first tokens of a document."""
 
     name: str
@@ -238,24 +239,19 @@ def read_cut_documents(
     """
     files = list_files(settings.documents, _SETTING).files
     fields = Fields(text=settings.text_field)
-    documents = itertools.chain.from_iterable(
-        read_documents(file, fields, Notes()) for file in files
-    )
-    cut = (
-        CutDocument(name=document.name, ids=_first_ids(document, length, tokenizer))
-        for document in documents
-    )
-    long = list(
-        itertools.islice(
-            (document for document in cut if len(document.ids) == length), settings.num_examples
-        )
-    )
-    if not long:
+    found: list[CutDocument] = []
+    for document in itertools.chain(*(read_documents(file, fields, Notes()) for file in files)):
+        ids = _first_ids(document, length, tokenizer)
+        if len(ids) == length:
+            found.append(CutDocument(document.name, ids))
+        if len(found) == settings.num_examples:
+            break
+    if not found:
         raise UserError(
             f"no document of {', '.join(settings.documents)} has {length:,} tokens: use a smaller length or longer"
             " documents"
         )
-    return long
+    return found
 
 
 def _first_ids(document: Document, length: int, tokenizer: Tokenizer) -> np.ndarray:
@@ -274,17 +270,12 @@ def losses_of(
     documents: Sequence[CutDocument],
     settings: EvalsConfig,
     token_losses: TokenLosses,
-    directory: Path,
-    identity: dict,
-    replaces: bool = False,
+    predictions: Predictions,
 ) -> DocumentLosses:
-    """The losses of documents of equal length; those that `directory` has are not computed again.
+    """The losses of documents of equal length; those of `predictions` are not computed again.
 
     Limited context: the model gets the last tokens and the `limit` tokens before them. A limit that
     is not smaller than the number of tokens before the last ones limits nothing, and is not used.
-
-    Args:
-      identity, replaces: as in `predictions.run_case`.
     """
     length = len(documents[0].ids)
     num_last = num_last_tokens(length)
@@ -311,28 +302,21 @@ def losses_of(
         ]
 
     content = hashlib.sha256(b"".join(document.ids.tobytes() for document in documents)).hexdigest()
-    header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits, **identity)
-    path = directory / f"{LOSS}-{length}.jsonl"
-    batch_size = settings.batch_size
-    rows = resumed_rows(
-        path, header, len(documents), make_rows, batch_size=batch_size, replaces=replaces
-    )
-    return _losses_of_rows(length, rows)
+    header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits)
+    return _losses_of_rows(length, predictions.rows(header, len(documents), make_rows))
 
 
 def stored_losses(directory: Path) -> list[DocumentLosses]:
     """The losses in the directory of a checkpoint that belong to the model of its scores, shorter
     lengths first.
     """
-    paths = {int(path.stem.partition("-")[2]): path for path in directory.glob(f"{LOSS}-*.jsonl")}
     models = {row.model for row in read_scores(directory)}
-    texts = {length: paths[length].read_text() for length in sorted(paths)}
-    stored = {
-        length: list(stored_rows(x))
-        for length, x in texts.items()
-        if stored_header(x).get("model") in models
-    }
-    return [_losses_of_rows(length, rows) for length, rows in stored.items() if rows]
+    stored = {}
+    for path in directory.glob(f"{LOSS}-*.jsonl"):
+        header, *rows = stored_lines(path) or [{}]
+        if rows and header.get("model") in models:
+            stored[int(path.stem.partition("-")[2])] = rows
+    return [_losses_of_rows(length, stored[length]) for length in sorted(stored)]
 
 
 def _losses_of_rows(length: int, rows: Sequence[dict]) -> DocumentLosses:
@@ -366,30 +350,17 @@ def loss_rows(losses: DocumentLosses, documents: str, seconds: float) -> Iterato
     }
     values |= {f"context_gain_{limit}": losses.gain(limit) for limit in losses.limited}
     for task, means in values.items():
-        count = len(means)
-        interval = estimate(means[:, None], np.ones((count, 1)))
+        interval = estimate(means[:, None], np.ones((len(means), 1)))
         low, high = (
             None if np.isnan(end[0]) else float(end[0]) for end in (interval.low, interval.high)
         )
-        error = means.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
         yield ScoreRow(
-            task=task, haystack=documents, length=losses.length, score=float(means.mean()),
-            standard_error=float(error), num_examples=count, seconds=round(seconds, 1), unit="nats", low=low, high=high,
-        )  # fmt: skip
-
-
-def evaluate_loss(
-    settings: EvalsConfig,
-    tokenizer: Tokenizer,
-    token_losses: TokenLosses,
-    directory: Path,
-    identity: dict,
-    replaces: bool = False,
-) -> Iterator[ScoreRow]:
-    """Yields the scores of the task `loss` at each length."""
-    name = "+".join(Path(path).stem for path in settings.documents)
-    for length in settings.lengths:
-        start = time.monotonic()
-        documents = read_cut_documents(settings, length, tokenizer)
-        losses = losses_of(documents, settings, token_losses, directory, identity, replaces)
-        yield from loss_rows(losses, name, time.monotonic() - start)
+            task=task,
+            haystack=documents,
+            length=losses.length,
+            **score_of(means.tolist(), scale=1.0)._asdict(),
+            seconds=round(seconds, 1),
+            unit="nats",
+            low=low,
+            high=high,
+        )

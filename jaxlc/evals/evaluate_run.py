@@ -8,7 +8,6 @@ repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording
 """
 
 import bisect
-import dataclasses
 import itertools
 import math
 import random
@@ -26,13 +25,13 @@ from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate, original_of
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.errors import UserError
 from jaxlc.core.files import fingerprint_of, local_path
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
 from jaxlc.evals import ruler
-from jaxlc.evals.document_loss import TokenLosses, evaluate_loss, read_cut_documents
+from jaxlc.evals.document_loss import loss_rows, losses_of, read_cut_documents
 from jaxlc.evals.figures import draw_maps, draw_overlays
 from jaxlc.evals.haystack import (
     CountTokens,
@@ -44,13 +43,13 @@ from jaxlc.evals.haystack import (
 )
 from jaxlc.evals.predictions import (
     Case,
+    Predictions,
     ScoreRow,
     match_all,
     run_case,
     step_directories,
     store_scores,
 )
-from jaxlc.evals.ruler import read_hotpotqa, read_squad
 from jaxlc.generation.generate_text import (
     PromptEncoder,
     encoder_of,
@@ -168,9 +167,6 @@ def passkey_example(
     )
 
 
-_QUESTION_TASKS = ("qa_1", "qa_2")
-
-
 def text_cases(
     settings: EvalsConfig, count_tokens: CountTokens
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -185,8 +181,8 @@ def text_cases(
     options = dict(count_tokens=count_tokens, seed=settings.seed)
     materials = ruler.Materials(
         prose,
-        squad=read_squad(settings.squad) if settings.squad else None,
-        hotpotqa=read_hotpotqa(settings.hotpotqa) if settings.hotpotqa else None,
+        squad=ruler.read_squad(settings.squad) if settings.squad else None,
+        hotpotqa=ruler.read_hotpotqa(settings.hotpotqa) if settings.hotpotqa else None,
     )
     for length in settings.lengths:
         needle_settings = dict(prose=prose, num_needles=settings.num_needles)
@@ -230,11 +226,10 @@ def text_cases(
 
 def _ruler_tasks(settings: EvalsConfig) -> list[str]:
     """The names of RULER's tasks. "ruler" includes a question task only if its data set is given."""
-    data_sets = dict(squad=settings.squad, hotpotqa=settings.hotpotqa)
     available = [
         name
         for name, task in ruler.TASKS.items()
-        if name not in _QUESTION_TASKS or data_sets[task.settings["dataset"]]
+        if task.kind != "qa" or getattr(settings, task.settings["dataset"])
     ]
     names = (name for task in settings.tasks for name in (available if task == RULER else [task]))
     return list(dict.fromkeys(name for name in names if name in ruler.TASKS))
@@ -248,51 +243,47 @@ _CHECKED_TOKENS = 8192  # longer examples take long to make
 class EvaluatedModel:
     """A model at one step of training."""
 
+    model: LanguageModel
     encode: PromptEncoder
-    token_losses: TokenLosses
     generator: Callable[[], Generator]  # the same one in every call
     stops: Stops
     directory: Path  # where its results are written
-    # of parameters and settings, in the first line of its results, which must be equal to resume
-    fingerprint: str
     replaces: bool = False  # results of another identity are replaced instead of refused
 
     def evaluate(self, settings: EvalsConfig, report: Report) -> list[ScoreRow]:
         """Evaluates the model, writes the scores, and returns them; `report` is called with each
         score.
         """
+        fingerprint = model_fingerprint(self.model.config, self.model.params)
         rows = []
-        for row in self._rows(settings):
-            rows.append(replace(row, model=self.fingerprint))
-            report(row)
+        for row in self._rows(settings, fingerprint):
+            rows.append(replace(row, model=fingerprint))
+            report(rows[-1])
         if jax.process_index() == 0:
             store_scores(self.directory, rows)
         return rows
 
-    def _rows(self, settings: EvalsConfig) -> Iterator[ScoreRow]:
+    def _rows(self, settings: EvalsConfig, fingerprint: str) -> Iterator[ScoreRow]:
         tokenizer = self.encode.tokenizer
-        identity = dict(model=self.fingerprint, tokenizer=tokenizer.fingerprint, seed=settings.seed)
         template = self.encode.template
-        if LOSS in settings.tasks:
-            yield from evaluate_loss(
-                settings,
-                tokenizer,
-                self._losses_after_start,
-                self.directory,
-                identity,
-                self.replaces,
-            )
+        identity = dict(model=fingerprint, tokenizer=tokenizer.fingerprint, seed=settings.seed)
+        predictions = Predictions(
+            directory=self.directory,
+            identity=dict(identity),
+            batch_size=settings.batch_size,
+            replaces=self.replaces,
+        )
+        documents_name = "+".join(Path(path).stem for path in settings.documents)
+        for length in settings.lengths if LOSS in settings.tasks else ():
+            start = time.monotonic()
+            documents = read_cut_documents(settings, length, tokenizer)
+            losses = losses_of(documents, settings, self._losses_after_start, predictions)
+            yield from loss_rows(losses, documents_name, time.monotonic() - start)
+        identity |= dict(template=template and fingerprint_of(template.source), stops=[*self.stops])
+        predictions = replace(predictions, identity=identity)
         for case, subject in text_cases(settings, self.encode.counter()):
             start = time.monotonic()
-            score = run_case(
-                case,
-                self._generate,
-                self.directory,
-                identity
-                | dict(template=template and fingerprint_of(template.source), stops=[*self.stops]),
-                batch_size=settings.batch_size,
-                replaces=self.replaces,
-            )
+            score = run_case(case, self._generate, predictions)
             yield ScoreRow(
                 **subject,
                 **score._asdict(),
@@ -301,18 +292,18 @@ class EvaluatedModel:
             )
 
     def _losses_after_start(self, ids_BT: np.ndarray) -> np.ndarray:
-        """`token_losses` of texts that start with the start tokens of the model, whose own losses
+        """The losses of texts that start with the start tokens of the model, whose own losses
         do not count.
         """
         start_ids = self.encode.tokenizer.start_ids
         starts = np.broadcast_to(start_ids, (len(ids_BT), len(start_ids)))
-        return self.token_losses(np.concatenate([starts, ids_BT], axis=1))[:, len(start_ids) :]
+        return self.model.token_losses(np.concatenate([starts, ids_BT], axis=1))[
+            :, len(start_ids) :
+        ]
 
     def _generate(self, examples: Sequence[Example], new_tokens: int) -> list[str]:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
-        generations = self.generator()(
-            ids, max_tokens=new_tokens, stop=self.stops.texts, stop_ids=self.stops.ids
-        )
+        generations = self.generator()(ids, max_tokens=new_tokens, stops=self.stops)
         return [generation.text for generation in generations]
 
 
@@ -357,12 +348,11 @@ def evaluate_run(
     warn_beyond_context(result, max(settings.lengths))
     encode = encoder_of(result, chat=settings.chat, chat_template=chat_template)
     model = EvaluatedModel(
+        model=result.model,
         encode=encode,
-        token_losses=result.model.token_losses,
         generator=lambda: generator_of(result),
         stops=stops_for(result, encode.template),
         directory=out / f"step-{result.step}",
-        fingerprint=model_fingerprint(result.config, result.params),
     )
     return model.evaluate(settings, report)
 
@@ -387,11 +377,12 @@ class TrainingScorer:
     """
 
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
+        """
+        Raises:
+          Unsupported: a custom model.
+        """
         self._step = step
-        self._tokenizer = tokenizer
-        self._settings = dataclasses.replace(
-            step.config.evals, lengths=lengths_in_training(step.config)
-        )
+        self._settings = replace(step.config.evals, lengths=lengths_in_training(step.config))
         template = (
             fitting_template(step.config.data.chat_template, tokenizer)
             if self._settings.chat
@@ -425,57 +416,32 @@ class TrainingScorer:
           log: prints a line.
         """
         out = workdir / "evals"
-        is_copied = False
         config = self._step.config
-        params = jax.tree.map(_strongly_typed, params)
-
-        def generator() -> Generator:
-            nonlocal is_copied
-            if not is_copied:
-                self._generator.set_params(params)
-                is_copied = True
-            return self._generator
-
-        self._model.params = params
+        self._model.params = params = jax.tree.map(_strongly_typed, params)
+        if set(self._settings.tasks) != {LOSS}:
+            self._generator.set_params(params)
         evaluated = EvaluatedModel(
+            model=self._model,
             encode=self._encode,
-            token_losses=self._model.token_losses,
-            generator=generator,
+            generator=lambda: self._generator,
             stops=stops_of(
                 config,
-                self._tokenizer,
+                self._encode.tokenizer,
                 original_of(config.model.init_from, workdir),
                 self._encode.template,
             ),
             directory=out / f"step-{step}",
-            fingerprint=model_fingerprint(config, params),
             replaces=True,
         )
         try:
             rows = evaluated.evaluate(self._settings, report=lambda row: log(str(row)))
         finally:  # the next training step donates the parameters
             self._model.params = None
-            if is_copied:
-                self._generator.set_params(None)
+            self._generator.set_params(None)
         if jax.process_index() == 0:
             draw_maps(rows, out)
             draw_overlays({path.name: path for path in step_directories(out)}, out)
         return list(_named(rows))
-
-
-def make_scorer(step: TrainStep, tokenizer: Tokenizer) -> TrainingScorer | None:
-    """The scorer of a stage; None without config.evals.tasks.
-
-    Raises:
-      Unsupported: a custom model.
-    """
-    if not step.config.evals.tasks:
-        return None
-    if step.model is not None:
-        raise Unsupported(
-            "config.evals.tasks is unsupported with a custom model, whose attention has no KV cache"
-        )
-    return TrainingScorer(step, tokenizer)
 
 
 def _strongly_typed(x: jax.Array) -> jax.Array:

@@ -5,11 +5,13 @@ scored by the rules of RULER (Hsieh et al. 2024, arXiv:2404.06654, and its publi
 scores.jsonl in the directory of a checkpoint has one line per score.
 """
 
+import contextlib
 import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -87,18 +89,14 @@ def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
     Args:
       scores: label -> its rows.
     """
-    groups: dict[tuple, dict[str, list[ScoreRow]]] = {}
+    groups: defaultdict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for label, rows in scores.items():
         for row in rows:
-            groups.setdefault((row.task, row.length, row.unit), {}).setdefault(label, []).append(
-                row
-            )
+            groups[row.task, row.length, row.unit][label].append(row.score)
     lines = [["", "length", "", *scores, *(["change"] if len(scores) == 2 else [])]]
     for (task, length, unit), by_label in groups.items():
         digits = 1 if unit == "%" else 4
-        means = [
-            sum(row.score for row in rows) / len(rows) for rows in map(by_label.__getitem__, scores)
-        ]
+        means = [statistics.fmean(by_label[label]) for label in scores]
         cells = [f"{mean:.{digits}f}" for mean in means]
         if len(scores) == 2:
             cells.append(f"{means[1] - means[0]:+.{digits}f}")
@@ -132,7 +130,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Score(NamedTuple):
-    """The mean over examples, in percent; fields as in `ScoreRow`."""
+    """The mean over examples; fields as in `ScoreRow`."""
 
     score: float
     standard_error: float
@@ -158,12 +156,11 @@ def match_any(prediction: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in prediction.lower() for reference in references))
 
 
-def score_of(values: Sequence[float]) -> Score:
-    """The mean of values in 0 .. 1."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return Score(
-        100 * statistics.fmean(values), 100 * deviation / math.sqrt(len(values)), len(values)
-    )
+def score_of(values: Sequence[float], scale: float = 100.0) -> Score:
+    """The mean of values in 0 .. 1, in percent, or with another `scale` in another unit."""
+    count = len(values)
+    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
+    return Score(scale * statistics.fmean(values), scale * error, count)
 
 
 # (examples, new tokens) -> continuations
@@ -183,85 +180,74 @@ class Case:
     data: str = ""  # fingerprint of the text in its examples
 
 
-def resumed_rows(
-    path: Path,
-    header: dict,
-    num_rows: int,
-    make_rows: Callable[[list[int]], list[dict]],
-    *,
-    batch_size: int,
-    replaces: bool = False,
-) -> list[dict]:
-    """The rows 0 .. num_rows - 1 of a file. Those that it does not have are made and appended,
-    batch by batch.
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """The files of predictions of a model, one for each case."""
 
-    Every process of a run makes the same call; only process 0 reads and writes the file.
+    directory: Path
+    identity: dict  # what all of them depend on, such as the model; in the first line of each file
+    batch_size: int  # rows that are made together
+    replaces: bool = False  # rows of another header are replaced instead of refused
 
-    Args:
-      header: what the rows depend on, in the first line of the file.
-      make_rows: indices of rows -> these rows.
-      replaces: rows of another header are replaced instead of refused.
-    Raises:
-      UserError: the file has rows of another header.
+    def rows(
+        self, header: dict, num_rows: int, make_rows: Callable[[list[int]], list[dict]]
+    ) -> list[dict]:
+        """The rows 0 .. num_rows - 1 of the file of a case. Those that it does not have are made and
+        appended, batch by batch.
+
+        Every process of a run makes the same call; only process 0 reads and writes the file.
+
+        Args:
+          header: what the rows depend on besides `identity`: `case`, the name of the file, and others.
+          make_rows: indices of rows -> these rows.
+        Raises:
+          UserError: the file has rows of another header.
+        """
+        path = self.directory / f"{header['case']}.jsonl"
+        header = header | self.identity
+        lines = on_process_0(lambda: stored_lines(path))
+        changed = difference(lines[0], header) if lines else ""
+        if changed and not self.replaces:
+            raise UserError(
+                f"{path} has predictions of another model, data or settings ({changed}): use another --out, or remove"
+                f" {path.parent}"
+            )
+        rows = {} if changed else {row["index"]: row for row in lines[1:]}
+        missing = [index for index in range(num_rows) if index not in rows]
+        is_primary = jax.process_index() == 0
+        if is_primary and missing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as out:  # without an incomplete line at its end
+                out.writelines(json.dumps(x).encode() + b"\n" for x in (header, *rows.values()))
+        with progress_lines(path.stem, is_shown=is_primary) as update:
+            for first in range(0, len(missing), self.batch_size):
+                indices = missing[first : first + self.batch_size]
+                made = zip(indices, make_rows(indices), strict=True)
+                added = {index: dict(index=index) | row for index, row in made}
+                rows |= added
+                if is_primary:
+                    with path.open("a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in added.values())
+                update(first + len(indices), len(missing))
+        return [rows[index] for index in range(num_rows)]
+
+
+def stored_lines(path: Path) -> list[dict]:
+    """The header and the rows of a file; empty: there is none. A line that an interrupted evaluation
+    cut off is ignored.
     """
-    text = _text_on_all_processes(path)
-    changed = difference(stored_header(text), header) if text else ""
-    if changed and not replaces:
-        raise UserError(
-            f"{path} has predictions of another model, data or settings ({changed}): use another --out, or remove"
-            f" {path.parent}"
-        )
-    text = "" if changed else text
-    rows = {row["index"]: row for row in stored_rows(text)}
-    missing = [index for index in range(num_rows) if index not in rows]
-    is_primary = jax.process_index() == 0
-    if is_primary and missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as out:  # without an incomplete line at its end
-            out.write((text or json.dumps(header) + "\n").encode())
-    with progress_lines(path.stem, is_shown=is_primary) as update:
-        for first in range(0, len(missing), batch_size):
-            indices = missing[first : first + batch_size]
-            made = [
-                dict(index=index) | row
-                for index, row in zip(indices, make_rows(indices), strict=True)
-            ]
-            rows |= {row["index"]: row for row in made}
-            if is_primary:
-                with path.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in made)
-            update(first + len(indices), len(missing))
-    return [rows[index] for index in range(num_rows)]
+    lines = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            lines.append(parse_json(line))
+    return lines
 
 
-def stored_header(text: str) -> dict:
-    return _parsed(text.partition("\n")[0]) or {}
+def run_case(case: Case, generate: Generate, predictions: Predictions) -> Score:
+    """Generates the predictions that do not exist yet, and scores all.
 
-
-def stored_rows(text: str) -> Iterator[dict]:
-    """Yields the rows of a file after its header; a line that an interrupted evaluation cut off is
-    ignored.
-    """
-    yield from filter(None, map(_parsed, text.splitlines()[1:]))
-
-
-def run_case(
-    case: Case,
-    generate: Generate,
-    directory: Path,
-    identity: dict,
-    *,
-    batch_size: int,
-    replaces: bool = False,
-) -> Score:
-    """Generates the predictions that `directory` does not have yet, and scores all.
-
-    Args:
-      identity: what the predictions depend on besides the case, such as the checkpoint; stored in the first line.
-      batch_size: examples that are generated together.
-      replaces: predictions of another identity are replaced.
     Raises:
-      UserError: the file has predictions of another model or of other settings.
+      UserError: there are predictions of another model or of other settings.
     """
 
     def make_rows(indices: list[int]) -> list[dict]:
@@ -278,25 +264,6 @@ def run_case(
             for example, text in zip(examples, texts, strict=True)
         ]
 
-    header = dict(case=case.name, new_tokens=case.new_tokens, data=case.data, **identity)
-    path = directory / f"{case.name}.jsonl"
-    rows = resumed_rows(
-        path, header, case.num_examples, make_rows, batch_size=batch_size, replaces=replaces
-    )
+    header = dict(case=case.name, new_tokens=case.new_tokens, data=case.data)
+    rows = predictions.rows(header, case.num_examples, make_rows)
     return score_of([row["score"] for row in rows])
-
-
-def _text_on_all_processes(path: Path) -> str:
-    """The text of the file as process 0 reads it, without what follows the last line break; empty:
-    no file.
-    """
-    content = on_process_0(lambda: path.read_bytes() if path.exists() else b"")
-    lines, end, _ = content.rpartition(b"\n")
-    return (lines + end).decode(errors="replace")
-
-
-def _parsed(line: str) -> dict | None:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None

@@ -53,7 +53,7 @@ from jaxlc.data.sequences.loader import DataSource, batches
 from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
 from jaxlc.data.tokens.tokenizers import AUTO
-from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
+from jaxlc.evals.evaluate_run import TrainingScorer
 from jaxlc.generation.generate_text import Sampler
 from jaxlc.generation.policy_rollouts import PolicyRollouts, RolloutMaker
 from jaxlc.generation.server_rollouts import ServerRollouts
@@ -224,7 +224,9 @@ class PreparedStage(Stage):
     @cached_property
     def scorer(self) -> TrainingScorer | None:
         """None: there are no config.evals.tasks."""
-        return make_scorer(self.step, self.source.tokenizer)
+        if not self.config.evals.tasks:
+            return None
+        return TrainingScorer(self.step, self.source.tokenizer)
 
     @cached_property
     def rollout_maker(self) -> RolloutMaker | None:

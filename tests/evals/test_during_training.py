@@ -10,7 +10,7 @@ from jaxlc.checkpoints.files import arrays_of, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.predictions import read_scores
-from jaxlc.generation.generator import CachedDecoder, Generator
+from jaxlc.generation.generator import CachedStep, Generator
 from jaxlc.train import loop
 from jaxlc.train.callbacks import TrainingStopped
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
@@ -45,7 +45,7 @@ def counts(monkeypatch):
     interrupted.
     """
     counts = dict(generators=0, calls=0, traces=0, interrupted=None)
-    init, call, decode = Generator.__init__, Generator.__call__, CachedDecoder.__call__
+    init, call, decode = Generator.__init__, Generator.__call__, CachedStep.run
 
     def count_generator(self, *args, **options):
         counts["generators"] += 1
@@ -63,7 +63,7 @@ def counts(monkeypatch):
 
     monkeypatch.setattr(Generator, "__init__", count_generator)
     monkeypatch.setattr(Generator, "__call__", count_call)
-    monkeypatch.setattr(CachedDecoder, "__call__", count_trace)
+    monkeypatch.setattr(CachedStep, "run", count_trace)
     return counts
 
 

@@ -21,6 +21,7 @@ from jaxlc.evals.figures import depth_figure, score_figure
 from jaxlc.evals.haystack import Example
 from jaxlc.evals.predictions import (
     Case,
+    Predictions,
     ScoreRow,
     cleaned,
     comparison,
@@ -69,6 +70,10 @@ def _case(**changes) -> Case:
     )
 
 
+def _predictions(directory, step: int, batch_size: int = 1) -> Predictions:
+    return Predictions(directory=directory, identity=dict(step=step), batch_size=batch_size)
+
+
 def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     asked = []
 
@@ -80,11 +85,11 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
         return [prompt.split()[1] if "3" not in prompt else "wrong" for prompt in prompts]
 
     with pytest.raises(KeyboardInterrupt):
-        run_case(_case(), generate, tmp_path, dict(step=1), batch_size=3)
+        run_case(_case(), generate, _predictions(tmp_path, 1, batch_size=3))
     path = tmp_path / "case.jsonl"
     path.write_text(path.read_text() + '{"index": 3, "sco')
     first, asked[:] = list(asked), []
-    score = run_case(_case(), generate, tmp_path, dict(step=1), batch_size=1)
+    score = run_case(_case(), generate, _predictions(tmp_path, 1))
     assert first == [f"question {i} answer" for i in range(3)] and asked == [
         f"question {i} answer" for i in (3, 4)
     ]
@@ -92,13 +97,9 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
 
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
-    run_case(
-        _case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=1), batch_size=2
-    )
+    run_case(_case(), lambda examples, _: ["a"] * len(examples), _predictions(tmp_path, 1))
     with pytest.raises(UserError, match=r"\(step 1 instead of 2\)"):
-        run_case(
-            _case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=2), batch_size=2
-        )
+        run_case(_case(), lambda examples, _: ["a"] * len(examples), _predictions(tmp_path, 2))
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,47 @@ _CODED_LENGTH = 6
 _NOISE_WORD = "..."
 
 
-def common_words(
-    settings: dict, texts: tuple[str, str], is_short: bool, size: int, rng: random.Random
-) -> Example:
+@functools.cache
+def _templates() -> dict:
+    return json.loads(
+        (importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One of RULER's tasks; `settings` are the arguments of scripts/synthetic.yaml."""
+
+    kind: str  # a key of ruler_templates.json
+    settings: dict = field(default_factory=dict)
+
+    @property
+    def template(self) -> str:
+        return _templates()[self.kind]["template"]
+
+    @property
+    def prefix(self) -> str:
+        """The start of the answer."""
+        return _templates()[self.kind]["answer_prefix"]
+
+    @property
+    def new_tokens(self) -> int:
+        return _templates()[self.kind]["tokens_to_generate"]
+
+    @property
+    def match(self) -> Callable:
+        """The score of a prediction in 0 .. 1."""
+        return match_any if self.kind == "qa" else match_all
+
+
+def common_words(task: Task, is_short: bool, size: int, rng: random.Random) -> Example:
     """A numbered list in which ten words are more common. One solved example comes first.
 
     Args:
       is_short: the length is below 4,096 tokens, for which RULER repeats words less often.
       size: number of different words, at least 10.
     """
-    template, prefix = texts
-    num_common = settings["num_cw"]
+    num_common = task.settings["num_cw"]
 
     def problem(num_words: int, common: int, uncommon: int) -> tuple[str, list[str]]:
         words = single_words() if num_words <= len(single_words()) else compound_words()
@@ -59,43 +89,32 @@ def common_words(
         repeated = chosen[:num_common] * common + chosen[num_common:] * uncommon
         rng.shuffle(repeated)
         context = " ".join(f"{number}. {word}" for number, word in enumerate(repeated, 1))
-        return template.format(context=context, query=""), chosen[:num_common]
+        return task.template.format(context=context, query=""), chosen[:num_common]
 
     shot, answer = problem(20, 3, 1) if is_short else problem(40, 10, 3)
-    solved = (
-        f"{shot}{prefix} {' '.join(f'{number}. {word}' for number, word in enumerate(answer, 1))}\n"
-    )
+    solved = f"{shot}{task.prefix} {' '.join(f'{number}. {word}' for number, word in enumerate(answer, 1))}\n"
     question, answer = problem(
-        size, *((6, 1) if is_short else (settings["freq_cw"], settings["freq_ucw"]))
+        size, *((6, 1) if is_short else (task.settings["freq_cw"], task.settings["freq_ucw"]))
     )
-    return Example(prompt=solved + question, answer_prefix=prefix, references=tuple(answer))
+    return Example(prompt=solved + question, answer_prefix=task.prefix, references=tuple(answer))
 
 
-def coded_words(
-    settings: dict, texts: tuple[str, str], vocab_size: int, size: int, rng: random.Random
-) -> Example:
+def coded_words(task: Task, vocab_size: int, size: int, rng: random.Random) -> Example:
     """Random words whose frequencies follow a zeta distribution; the most frequent one is noise.
 
     Args:
       size: expected number of words, in units of 10.
     """
-    template, prefix = texts
-    vocab: list[str] = []
-    seen: set[str] = set()
-    while len(vocab) < max(vocab_size, 4):
-        word = "".join(rng.choices(string.ascii_lowercase, k=_CODED_LENGTH))
-        if word not in seen:
-            vocab.append(word)
-            seen.add(word)
+    vocab = _names(max(vocab_size, 4), _CODED_LENGTH, rng, string.ascii_lowercase)
     vocab[0] = _NOISE_WORD
     ranks = range(1, len(vocab) + 1)
-    alpha = settings["alpha"]
+    alpha = task.settings["alpha"]
     counts = [int(10 * size * rank**-alpha / zeta(alpha)) for rank in ranks]
     words = [word for word, count in zip(vocab, counts) for _ in range(count)]
     rng.shuffle(words)
     return Example(
-        prompt=template.format(context=" ".join(words), query=""),
-        answer_prefix=prefix,
+        prompt=task.template.format(context=" ".join(words), query=""),
+        answer_prefix=task.prefix,
         references=tuple(vocab[1:4]),
     )
 
@@ -107,10 +126,9 @@ _WORDS_PER_SIZE = 20  # words of prose; other haystacks have one line per size
 _SOLVED_TOKENS, _MIN_SOLVED_LINES = 500, 5  # the solved example of variable tracking
 
 
-def needles(
-    settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random
-) -> Example:
-    """Questions about sentences that are hidden in a text; `settings` as in RULER's synthetic.yaml."""
+def needles(task: Task, prose: Prose, size: int, rng: random.Random) -> Example:
+    """Questions about sentences that are hidden in a text."""
+    settings = task.settings
     key_kind = settings["type_needle_k"]
     value_kind = settings["type_needle_v"]
     num_queries = settings["num_needle_q"]
@@ -118,11 +136,8 @@ def needles(
     keys = [_random(key_kind, rng) for _ in range(num_keys)]
     values = [[_random(value_kind, rng) for _ in range(settings["num_needle_v"])] for _ in keys]
     chosen = rng.sample(range(num_keys), num_queries)
-    hidden = [
-        _NEEDLE.format(type_needle_v=value_kind, key=key, value=value)
-        for key, key_values in zip(keys, values)
-        for value in key_values
-    ]
+    needle = functools.partial(_NEEDLE.format, type_needle_v=value_kind)
+    hidden = [needle(key=key, value=x) for key, own in zip(keys, values) for x in own]
     rng.shuffle(hidden)
 
     if settings["type_haystack"] == "essay":
@@ -131,18 +146,13 @@ def needles(
         lines = [_NOISE] * size
         if settings["type_haystack"] == "needle":
             lines = [
-                _NEEDLE.format(
-                    type_needle_v=value_kind,
-                    key=_random(key_kind, rng),
-                    value=_random(value_kind, rng),
-                )
-                for _ in lines
+                needle(key=_random(key_kind, rng), value=_random(value_kind, rng)) for _ in lines
             ]
         for at, text in zip(sorted(rng.sample(range(size + 1), len(hidden)), reverse=True), hidden):
             lines.insert(at, text)
         context = "\n".join(lines)
 
-    template, prefix = texts
+    template, prefix = texts = task.template, task.prefix
     if num_queries * settings["num_needle_v"] == 1:
         template, prefix = (
             text.replace("Some", "A")
@@ -180,24 +190,20 @@ def _in_prose(hidden: list[str], prose: Prose, size: int, rng: random.Random) ->
     return " ".join(sentences)
 
 
-def variables(
-    settings: dict, texts: tuple[str, str], solved_lines: int, size: int, rng: random.Random
-) -> Example:
+def variables(task: Task, solved_lines: int, size: int, rng: random.Random) -> Example:
     """Chains of assignments: which variables have a value? One solved example comes first.
 
     Args:
       solved_lines: lines of noise in the solved example, see `lines_of_solved_example`.
       size: lines of noise in the question.
     """
-    question, start, names = _chains(settings, texts, solved_lines, 3, rng)
+    question, start, names = _chains(task, solved_lines, 3, rng)
     solved = f"{question}{start} {' '.join(names)}\n\n"
-    question, start, names = _chains(settings, texts, size, 5, rng)
+    question, start, names = _chains(task, size, 5, rng)
     return Example(prompt=solved + question, answer_prefix=start, references=names)
 
 
-def lines_of_solved_example(
-    settings: dict, texts: tuple[str, str], count_tokens: CountTokens, rng: random.Random
-) -> int:
+def lines_of_solved_example(task: Task, count_tokens: CountTokens, rng: random.Random) -> int:
     """The lines of noise in the solved example of `variables`, as
     scripts/data/synthetic/variable_tracking.py of NVIDIA/RULER chooses them: as many as 500 tokens
     allow, without the solution, and at least 5."""
@@ -205,23 +211,22 @@ def lines_of_solved_example(
     extra_tokens = count_tokens("")
 
     def num_tokens(num_lines: int) -> int:
-        return count_tokens("".join(_chains(settings, texts, num_lines, 3, rng)[:2])) - extra_tokens
+        return count_tokens("".join(_chains(task, num_lines, 3, rng)[:2])) - extra_tokens
 
     sizes = range(_MIN_SOLVED_LINES + 1, _SOLVED_TOKENS)
     return _MIN_SOLVED_LINES + bisect.bisect_right(sizes, _SOLVED_TOKENS, key=num_tokens)
 
 
 def _chains(
-    settings: dict, texts: tuple[str, str], num_lines: int, name_length: int, rng: random.Random
+    task: Task, num_lines: int, name_length: int, rng: random.Random
 ) -> tuple[str, str, tuple[str, ...]]:
     """(question, start of the answer, names that have the value) of a text with `num_lines` lines
     of noise.
     """
-    template, prefix = texts
-    num_hops = settings["num_hops"]
+    num_hops = task.settings["num_hops"]
     lines = [_NOISE] * num_lines
     chains = []
-    for _ in range(settings["num_chains"]):
+    for _ in range(task.settings["num_chains"]):
         names = _names(num_hops + 1, name_length, rng)
         value = str(rng.randrange(10_000, 99_999))
         chain = [
@@ -236,19 +241,20 @@ def _chains(
     names, value = chains[0]
     context = "\n".join(lines).replace(". \n", ".\n")
     return (
-        template.format(context=context, query=value),
-        prefix.format(num_v=num_hops + 1, query=value),
+        task.template.format(context=context, query=value),
+        task.prefix.format(num_v=num_hops + 1, query=value),
         tuple(names),
     )
 
 
-def _names(count: int, length: int, rng: random.Random) -> list[str]:
-    names: list[str] = []
+def _names(
+    count: int, length: int, rng: random.Random, letters: str = string.ascii_uppercase
+) -> list[str]:
+    """Different random words."""
+    names: dict[str, None] = {}
     while len(names) < count:
-        name = "".join(rng.choices(string.ascii_uppercase, k=length))
-        if name not in names:
-            names.append(name)
-    return names
+        names["".join(rng.choices(letters, k=length))] = None
+    return list(names)
 
 
 _SOURCES = dict(
@@ -269,13 +275,6 @@ class Question(NamedTuple):
 class Questions(NamedTuple):
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
-
-
-def required(questions: Questions | None, task: str) -> Questions:
-    """Raises UserError without questions."""
-    if questions is None:
-        raise UserError(f"task {task} needs {_SOURCES[task]}")
-    return questions
 
 
 def read_squad(path: str) -> Questions:
@@ -333,11 +332,8 @@ def _read(path: str, parse) -> Questions:
     return questions
 
 
-def question(
-    data: Questions, texts: tuple[str, str], index: int, size: int, rng: random.Random
-) -> Example:
+def question(task: Task, data: Questions, index: int, size: int, rng: random.Random) -> Example:
     """Question `index` over `size` documents, besides those that contain the answer."""
-    template, prefix = texts
     asked = data.questions[index % len(data.questions)]
     related = list(asked.related)
     rng.shuffle(related)
@@ -353,8 +349,8 @@ def question(
         f"Document {number}:\n{data.documents[i]}" for number, i in enumerate(chosen, 1)
     )
     return Example(
-        prompt=template.format(context=context, query=asked.text),
-        answer_prefix=prefix,
+        prompt=task.template.format(context=context, query=asked.text),
+        answer_prefix=task.prefix,
         references=asked.answers,
     )
 
@@ -366,23 +362,6 @@ class Materials:
     prose: Prose
     squad: Questions | None = None  # None: qa_1 is not available
     hotpotqa: Questions | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One of RULER's tasks; `settings` are the arguments of scripts/synthetic.yaml."""
-
-    kind: str  # a key of ruler_templates.json
-    settings: dict = field(default_factory=dict)
-
-    @property
-    def new_tokens(self) -> int:
-        return _templates()[self.kind]["tokens_to_generate"]
-
-    @property
-    def match(self) -> Callable:
-        """The score of a prediction in 0 .. 1."""
-        return match_any if self.kind == "qa" else match_all
 
 
 _NIAH = dict(
@@ -418,13 +397,6 @@ TASKS: dict[str, Task] = {
 }
 
 
-@functools.cache
-def _templates() -> dict:
-    return json.loads(
-        (importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text()
-    )
-
-
 def example(
     name: str,
     index: int,
@@ -442,30 +414,30 @@ def example(
       UserError: the length is too small for the task, or a package or data set that it needs is missing.
     """
     task = TASKS[name]
-    template = _templates()[TASKS[name].kind]
     budget = length - task.new_tokens
 
     def rng() -> random.Random:  # equal for each size of an example
         return random.Random(f"{seed} {name} {length} {index}")
 
-    texts = template["template"], template["answer_prefix"]
     if task.kind == "niah":
-        make = functools.partial(needles, task.settings, texts, materials.prose)
+        make = functools.partial(needles, task, materials.prose)
         smallest = 5
     elif task.kind == "variable_tracking":
         seeded = random.Random(f"{seed} {name}")  # the same number of lines in all examples
-        solved_lines = lines_of_solved_example(task.settings, texts, count_tokens, seeded)
-        make = functools.partial(variables, task.settings, texts, solved_lines)
+        solved_lines = lines_of_solved_example(task, count_tokens, seeded)
+        make = functools.partial(variables, task, solved_lines)
         smallest = 5
     elif task.kind == "common_words_extraction":
-        make = functools.partial(common_words, task.settings, texts, length < 4096)
+        make = functools.partial(common_words, task, length < 4096)
         smallest = 10
     elif task.kind == "freq_words_extraction":
-        make = functools.partial(coded_words, task.settings, texts, budget // 50)
+        make = functools.partial(coded_words, task, budget // 50)
         smallest = 10
     else:
-        questions = required(getattr(materials, task.settings["dataset"]), name)
-        make = functools.partial(question, questions, texts, index)
+        questions = getattr(materials, task.settings["dataset"])
+        if questions is None:
+            raise UserError(f"task {name} needs {_SOURCES[name]}")
+        make = functools.partial(question, task, questions, index)
         smallest = 1
     return largest_example(
         lambda size: make(size, rng()),
