@@ -96,7 +96,8 @@ class Trajectory:
         self.turns: list[Turn] = []
         self.contexts: list[Context] = []
         self.result: float | str = ""
-        self._client, self._contexts = client, list[Context]()
+        self._client = client
+        self._contexts = list[Context]()
         # tools and messages of `ask`, with the answer, and their tokens
         self._chats: list[tuple[list[Any], np.ndarray]] = []
 
@@ -108,7 +109,9 @@ class Trajectory:
         Args:
           messages: to continue a context, those of an earlier call, the `Turn.message` of its answer, and new ones.
         """
-        chat, encoder, where = [tools, *messages], self._client.encoder, self._client.prompt.where
+        chat = [tools, *messages]
+        encoder = self._client.encoder
+        where = self._client.prompt.where
         known = [x for x in self._chats if chat[: len(x[0])] == x[0]]
         if known:
             before, tokens = max(known, key=lambda x: len(x[0]))
@@ -123,7 +126,8 @@ class Trajectory:
         """The continuation of token ids, which start with those of an earlier turn, or a new
         context.
         """
-        ids, client = np.asarray(ids, np.int32), self._client
+        ids = np.asarray(ids, np.int32)
+        client = self._client
         room = client.config.data.seq_len + 1 - len(ids)
         turn = Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), "", "context")
         if room > 0:
@@ -132,11 +136,9 @@ class Trajectory:
         self.turns.append(turn)
         if not len(turn.tokens):
             return turn
-        tokens, log_probs, experts = (
-            np.concatenate([ids, turn.tokens]),
-            turn.log_probs,
-            turn.experts,
-        )
+        tokens = np.concatenate([ids, turn.tokens])
+        log_probs = turn.log_probs
+        experts = turn.experts
         sampled = np.arange(len(tokens)) >= len(ids)
         known = [x for x in self._contexts if np.array_equal(ids[: len(x.tokens)], x.tokens)]
         if known:
@@ -206,8 +208,11 @@ class Agents:
         Raises:
           UserError: config.rollouts.agent or reward cannot be loaded, or the agent is not asynchronous.
         """
-        rollouts, setting = config.rollouts, "config.rollouts.agent"
-        self.config, self.prompts, self.teacher = config, prompts, teacher
+        rollouts = config.rollouts
+        setting = "config.rollouts.agent"
+        self.config = config
+        self.prompts = prompts
+        self.teacher = teacher
         self.encoder = Encoder(tokenizer, config.data.chat_template)
         self.reward = load_function(rollouts.reward, "config.rollouts.reward")
         self.agent = load_function(rollouts.agent, setting) if rollouts.agent else answer_once
@@ -236,14 +241,27 @@ class Agents:
         num_agents = len(numbers) * num_answers
 
         async def call(prompt: Prompt, agent: int) -> list[Trajectory]:
+            """Runs the agent; returns its trajectories, or if it fails all of the client."""
             indices = itertools.count(agent, num_agents)
+            client = Client(prompt, self.encoder, self.config, sample, indices)
             try:
-                return await self._call(Client(prompt, self.encoder, self.config, sample, indices))
+                result = await self.agent(client, prompt.record)
+                trajectories = [result] if isinstance(result, Trajectory) else list(result)
+                if not trajectories or not all(x.contexts for x in trajectories):
+                    raise ValueError("expected one or more trajectories with a turn")
+            except SamplerError:
+                raise
+            except (Exception, SystemExit) as error:
+                trajectories = client.trajectories or [client.trajectory()]
+                for trajectory in trajectories:
+                    trajectory.result = f"config.rollouts.agent failed: {reason_of(error)}"
             finally:
                 end(agent)
+            return trajectories
 
         async def group(at: int, number: int) -> list[dict[str, Any]]:
-            prompt, agents = self.prompts[number], range(at * num_answers, (at + 1) * num_answers)
+            prompt = self.prompts[number]
+            agents = range(at * num_answers, (at + 1) * num_answers)
             calls = await asyncio.gather(*[call(prompt, agent) for agent in agents])
             trajectories = list(itertools.chain(*calls))
             ended = [x for x in trajectories if not x.result]
@@ -263,21 +281,6 @@ class Agents:
             return records
         return await asyncio.gather(*map(self.teacher, records))
 
-    async def _call(self, client: Client) -> list[Trajectory]:
-        """Runs the agent; returns its trajectories, or if it fails all of the client."""
-        try:
-            result = await self.agent(client, client.prompt.record)
-            trajectories = [result] if isinstance(result, Trajectory) else list(result)
-            if not trajectories or not all(x.contexts for x in trajectories):
-                raise ValueError("expected one or more trajectories with a turn")
-        except SamplerError:
-            raise
-        except (Exception, SystemExit) as error:
-            trajectories = client.trajectories or [client.trajectory()]
-            for trajectory in trajectories:
-                trajectory.result = f"config.rollouts.agent failed: {reason_of(error)}"
-        return trajectories
-
 
 def seed_of(config: Config, *numbers: int) -> int:
     """A random seed of 32 bits that depends on data.seed and the numbers."""
@@ -293,11 +296,12 @@ def write_rewarded(records: Sequence[Mapping[str, Any]], config: Config, path: P
     """
     failures = [record[FAILED] for record in records if FAILED in record]
     limit = config.rollouts.max_failed
-    if len(failures) > limit * len(records):
+    are_too_many = len(failures) > limit * len(records)
+    if are_too_many:
         # a name that is not read as the file of a step
         path = path.with_suffix(f".unrewarded{path.suffix}")
     write_rollouts(records, path)
-    if len(failures) > limit * len(records):
+    if are_too_many:
         raise UserError(
             f"{len(failures)} of {len(records)} answers have no reward, more than config.rollouts.max_failed={limit:g};"
             f" the first: {failures[0]}; the answers are in {displayed(path)}"

@@ -183,13 +183,16 @@ def _pair_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig)
     rejected one.
     """
     if settings.loss == "simpo":
-        scores_BT, target = batch.answer_weights * log_probs_BT, settings.target_margin
+        scores_BT = batch.answer_weights * log_probs_BT
+        target = settings.target_margin
     else:
-        scores_BT, target = batch.loss_weights * (log_probs_BT - batch.reference_log_probs), 0.0
+        scores_BT = batch.loss_weights * (log_probs_BT - batch.reference_log_probs)
+        target = 0.0
     ids_BT = batch.prefix_ids[..., 0]
     margins_BP = _sums_by(ids_BT, batch.advantages * settings.beta * scores_BT)
     is_pair_BP = _sums_by(ids_BT, batch.answer_weights) > 0
-    smoothing, gaps_BP = settings.label_smoothing, margins_BP - target
+    smoothing = settings.label_smoothing
+    gaps_BP = margins_BP - target
     losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(gaps_BP) - smoothing * jax.nn.log_sigmoid(
         -gaps_BP
     )
@@ -201,7 +204,8 @@ def _pair_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig)
 
 
 def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
-    has_loss_BT, sampled_BT = batch.loss_weights > 0, batch.sampled_log_probs
+    has_loss_BT = batch.loss_weights > 0
+    sampled_BT = batch.sampled_log_probs
 
     def difference(a_BT, b_BT):
         return jnp.where(has_loss_BT, a_BT - b_BT, 0)
@@ -210,7 +214,8 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
     olds = dict(policy=new_BT, record=batch.old_log_probs, sampled=sampled_BT)
     old_BT = olds[settings.old_log_probs]
     log_ratios_BT = difference(log_probs_BT, old_BT)
-    columns, sums = {}, {}
+    columns = {}
+    sums = {}
     if settings.loss == "reverse_kl":
         batch = batch._replace(advantages=difference(batch.reference_log_probs, old_BT))
         columns["kl"] = -batch.advantages
@@ -273,7 +278,8 @@ def _importance_weights(
         log_ratios_BT = _over_answers(
             batch, log_ratios_BT * (batch.answer_weights if is_mean else 1)
         )
-    lowest, highest = settings.weight_min, settings.weight_max or jnp.inf
+    lowest = settings.weight_min
+    highest = settings.weight_max or jnp.inf
     weights_BT = jnp.exp(log_ratios_BT)
     is_cut_BT = (weights_BT < lowest) | (weights_BT > highest)
     cut_BT = jnp.clip(weights_BT, lowest, highest) if limit == "truncate" else 0

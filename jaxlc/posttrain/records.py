@@ -48,9 +48,10 @@ import base64
 import dataclasses
 import hashlib
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -129,11 +130,9 @@ class Trace:
         )
 
 
-class _Encoded(NamedTuple):
-    tokens: np.ndarray  # int [n]
-    in_loss: np.ndarray  # bool [n]
-    prompt: bytes  # what precedes the first answer
-    has_end: bool = False  # the last token is the end of a text that is an answer
+# tokens int [n], which are in the loss, bool [n], what precedes the first answer, and whether the last token is
+# the end of a text that is an answer
+_Encoded = tuple[np.ndarray, np.ndarray, bytes, bool]
 
 
 @dataclass(frozen=True)
@@ -157,45 +156,33 @@ class TraceReader:
           BadRecord: the record has another form, or nothing in it is in the loss.
           UserError: the record is a chat, and there is no chat template.
         """
-        values, where = _values(record), record.where
+        values = _values(record)
+        where = record.where
         is_sampled |= any(name in values for name in (*LOG_PROBS, *TEACHER))
         if "chosen" not in values and "rejected" not in values:
             fields = _other_fields(values, where)
             if not self.refuses_labels:
                 values.pop("label", None)
             return [self._trace(values, "completion", where, is_sampled, **fields)]
-        chosen, rejected = (
-            self._answer_of_pair(values, answer, where, is_sampled, advantage)
-            for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
-        )
+        traces = []
+        for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED)):
+            own = dict(values)
+            for name in filter(own.__contains__, LOG_PROBS):
+                if not isinstance(values[name], dict) or answer not in values[name]:
+                    raise BadRecord(
+                        f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}'
+                    )
+                own[name] = values[name][answer]
+            fields = dict(group=f"pair {where}", advantage=advantage, label=advantage == CHOSEN)
+            traces.append(self._trace(own, answer, where, is_sampled, **fields))
+        chosen, rejected = traces
         if chosen.prompt != rejected.prompt:
             raise BadRecord(f"{where}: the prompts of chosen and rejected differ")
         if np.array_equal(chosen.tokens, rejected.tokens):
             self.encoder.notes.add(
                 "pairs with equal chosen and rejected answers, which have no gradient", where
             )
-        return [chosen, rejected]
-
-    def _answer_of_pair(
-        self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, advantage: float
-    ) -> Trace:
-        for name in LOG_PROBS:
-            if name in values:
-                log_probs = values[name]
-                if not isinstance(log_probs, dict) or answer not in log_probs:
-                    raise BadRecord(
-                        f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}'
-                    )
-                values = {**values, name: log_probs[answer]}
-        return self._trace(
-            values,
-            answer,
-            where,
-            is_sampled,
-            group=f"pair {where}",
-            advantage=advantage,
-            label=advantage == CHOSEN,
-        )
+        return traces
 
     def prompt(self, record: Record) -> tuple[np.ndarray, str]:
         """The token ids and the text of the field prompt: a text, a list of messages, or token ids.
@@ -203,7 +190,8 @@ class TraceReader:
         Raises:
           BadRecord: the record has no such field, or it has another form.
         """
-        values, where = _values(record), record.where
+        values = _values(record)
+        where = record.where
         value = values.get("prompt")
         if value is None:
             raise BadRecord(f"{where}: no field prompt (the fields are {', '.join(values)})")
@@ -221,14 +209,13 @@ class TraceReader:
     def _trace(
         self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any
     ) -> Trace:
-        encoded = self._encoded(values, answer, where, is_sampled)
-        tokens, in_loss = self._checked(encoded.tokens, where), encoded.in_loss
+        tokens, in_loss, prompt, has_end = self._encoded(values, answer, where, is_sampled)
+        tokens = self._checked(tokens, where)
         in_loss[:1] = False  # the first token has no earlier one
         recorded = {name: values[name] for name in LOG_PROBS if name in values}
-        if encoded.has_end and any(
-            array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()
-        ):
-            tokens, in_loss = tokens[:-1], in_loss[:-1]
+        if has_end and any(array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
+            tokens = tokens[:-1]
+            in_loss = in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
         if self.experts_of is not None:
@@ -236,7 +223,7 @@ class TraceReader:
         if self.teacher_top_k:
             fields["teacher"] = self._teacher(values, in_loss, where)
         return Trace(
-            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16],
+            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(prompt).digest()[:16],
             is_truncated=bool(values.get("truncated")), **fields,
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
         )  # fmt: skip
@@ -244,20 +231,15 @@ class TraceReader:
     def _teacher(
         self, values: Mapping[str, Any], in_loss: np.ndarray, where: str
     ) -> dict[str, np.ndarray]:
-        top_k, fingerprint = self.teacher_top_k, self.encoder.tokenizer.fingerprint
+        top_k = self.teacher_top_k
+        fingerprint = self.encoder.tokenizer.fingerprint
         if (known := values.get("teacher_tokenizer")) != fingerprint:
             raise UserError(
                 f"{where}: teacher_tokenizer is {known!r}, and the tokenizer of the run has the fingerprint"
                 f" {fingerprint!r}: config.posttrain.teacher_top_k needs equal vocabularies; add the fields with `jaxlc"
                 f" logprobs TEACHER TRACES OUT --top_k={top_k}`, or record this value if the vocabularies are equal"
             )
-        arrays = []
-        for name in TEACHER:
-            try:
-                arrays.append(_array_of_file(values[name]))
-            except Exception as error:  # numpy raises several for wrong headers
-                raise BadRecord(f"{where}: {name} is no array ({reason_of(error)})") from error
-        tokens, log_probs = arrays
+        tokens, log_probs = arrays = [_array_of(values, name, where) for name in TEACHER]
         is_valid = tokens.ndim == 2 and np.issubdtype(tokens.dtype, np.integer)
         expected = (int(in_loss.sum()), top_k)
         if not is_valid or len(tokens) != expected[0] or tokens.shape[1] < top_k:
@@ -283,7 +265,8 @@ class TraceReader:
     def _encoded(
         self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool
     ) -> _Encoded:
-        prompt, answer = values.get("prompt"), values.get(name)
+        prompt = values.get("prompt")
+        answer = values.get(name)
         is_truncated = bool(values.get("truncated"))
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
@@ -293,7 +276,7 @@ class TraceReader:
                     f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens"
                 )
             in_loss = in_loss.astype(bool)
-            return _Encoded(tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]))
+            return tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]), False
         if is_chat(answer) or (answer is not None and is_chat(prompt)):
             return self._encoded_chat(read_answer(values, name, where), where, is_truncated)
         for chat_format, key in CHAT_FIELDS.items():
@@ -307,16 +290,13 @@ class TraceReader:
                 f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
                 " prompt and completion, or prompt, chosen and rejected"
             )
-        if isinstance(prompt, str):
+        is_text = isinstance(prompt, str)
+        is_text_answer = isinstance(answer, str)
+        if is_text:
             _check_text(values, where)
-        return self._joined(prompt, answer, name, where, is_truncated, is_sampled)
-
-    def _joined(
-        self, prompt: Any, answer: Any, name: str, where: str, is_truncated: bool, is_sampled: bool
-    ) -> _Encoded:
-        if isinstance(answer, str) and not answer:
+        if is_text_answer and not answer:
             raise BadRecord(f"{where}: the field {name!r} is an empty answer")
-        if isinstance(prompt, str) and isinstance(answer, str) and not is_sampled:
+        if is_text and is_text_answer and not is_sampled:
             self.encoder.note_text(prompt + answer, where)
             text = prompt + answer
             marked = MarkedText(text, where, ((len(prompt), len(text)),))
@@ -328,14 +308,14 @@ class TraceReader:
             ]
             tokens = np.concatenate(parts)
             in_loss = np.arange(len(tokens)) >= len(parts[0])
-        if isinstance(prompt, str):
+        if is_text:
             tokens = with_start(tokens, self.encoder.tokenizer)
             in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
-        has_end = isinstance(answer, str) and not is_truncated
+        has_end = is_text_answer and not is_truncated
         if has_end:
             tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
             in_loss = np.append(in_loss, True)
-        return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
+        return tokens, in_loss, _bytes_of(prompt), has_end
 
     def _encoded_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
         marked = self.encoder.render(chat, where)
@@ -344,7 +324,7 @@ class TraceReader:
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
             marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
         prompt = marked.text[: marked.answers[0][0]]
-        return _Encoded(*self._with_mask(marked), _bytes_of(prompt))
+        return *self._with_mask(marked), _bytes_of(prompt), False
 
     def _with_mask(
         self, marked: MarkedText, special_tokens: bool = True
@@ -444,7 +424,8 @@ def recorded_experts(
     Raises:
       UserError: it has none, or those of another model or of other tokens.
     """
-    dtype, num_experts = experts_dtype(model), model.experts.num_experts
+    dtype = experts_dtype(model)
+    num_experts = model.experts.num_experts
     num_layers, num_chosen = dtype.shape
     first = values.get("routed_experts_start_len", 0)
     if not isinstance(first, int) or not 0 <= first < num_tokens:
@@ -452,8 +433,16 @@ def recorded_experts(
             f"{where}: routed_experts_start_len is {first!r}, expected an integer from 0 to"
             f" {num_tokens - 1}"
         )
-    rows = _expert_rows(values, num_tokens - 1 - first, num_chosen, where)
+    if not isinstance(value := values.get("routed_experts"), (bytes, str)):
+        problem = "no routed_experts" if value is None else f"routed_experts is {kind_of(value)}"
+        raise BadRecord(
+            f"{where}: {problem}, expected the bytes of a .npy file, in JSON as base64 text, which"
+            " config.posttrain.replay_routing=True needs; record them in sampling, or set it to False"
+        )
     expected = num_tokens - 1 - first, num_chosen
+    rows = _array_of(values, "routed_experts", where, values.get("routed_experts_dtype", "int32"))
+    if rows.ndim == 1 and all(expected) and not rows.size % math.prod(expected):
+        rows = rows.reshape(expected[0], -1, num_chosen)
     if (
         rows.ndim != 3
         or rows.shape[::2] != expected
@@ -480,37 +469,23 @@ def recorded_experts(
     return result
 
 
-def _expert_rows(
-    values: Mapping[str, Any], num_rows: int, num_chosen: int, where: str
-) -> np.ndarray:
-    """The array of the field routed_experts, of any shape."""
-    value = values.get("routed_experts")
-    if not isinstance(value, (bytes, str)):
-        problem = "no routed_experts" if value is None else f"routed_experts is {kind_of(value)}"
-        raise BadRecord(
-            f"{where}: {problem}, expected the bytes of a .npy file, in JSON as base64 text, which"
-            " config.posttrain.replay_routing=True needs; record them in sampling, or set it to False"
-        )
+def _array_of(values: Mapping[str, Any], name: str, where: str, dtype: Any = None) -> np.ndarray:
+    """The array of a field: of a .npy file, or of numbers of `dtype` alone, from bytes or their base64
+    text; or of a list.
+    """
     try:
-        rows = _array_of_file(value, values.get("routed_experts_dtype", "int32"))
-        return rows.reshape(num_rows, -1, num_chosen) if rows.ndim == 1 else rows
+        value = values[name]
+        content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
+        if not isinstance(content, bytes):
+            return array_of(content)
+        if content.startswith(_NPY_MAGIC):
+            return np.load(io.BytesIO(content), allow_pickle=False)
+        return np.frombuffer(content, dtype)
     except Exception as error:  # numpy raises several for wrong headers
         raise BadRecord(
-            f"{where}: routed_experts is no array of {num_rows} rows of {num_chosen} experts in each layer"
-            f" ({reason_of(error)}); record them with this model"
+            f"{where}: {name} is no array ({reason_of(error)}), expected the bytes of a .npy file, in JSON as base64"
+            " text"
         ) from error
-
-
-def _array_of_file(value: Any, dtype: Any = None) -> np.ndarray:
-    """The array of a .npy file, or of numbers of `dtype` alone, from bytes or their base64 text; or of
-    a list.
-    """
-    content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
-    if not isinstance(content, bytes):
-        return array_of(content)
-    if content.startswith(_NPY_MAGIC):
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    return np.frombuffer(content, dtype)
 
 
 def encoded_array(array: np.ndarray) -> bytes:

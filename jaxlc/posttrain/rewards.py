@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
+import runpy
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -48,20 +48,15 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
             f"invalid value {name!r} for {setting}: expected FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     try:
-        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            names = runpy.run_path(str(local_path(place)))
+        else:
+            names = vars(importlib.import_module(place))
     except Exception as error:
         raise UserError(f"{setting}={name!r} cannot be loaded: {reason_of(error)}") from error
-    result = getattr(module, function, None)
-    if not callable(result):
+    if not callable(names.get(function)):
         raise UserError(f"{setting}={name!r}: {place} has no function {function!r}")
-    return result
-
-
-def _module_of_file(place: str):
-    spec = importlib.util.spec_from_file_location("jaxlc_function", local_path(place))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return names[function]
 
 
 async def rewards_of(
@@ -89,7 +84,8 @@ async def _retried(
     call: Callable[[], Any], num_numbers: int, settings: RolloutsConfig
 ) -> list[float | str]:
     """The numbers that a call returns, or why the last one failed."""
-    limit, problem = settings.reward_seconds, ""
+    limit = settings.reward_seconds
+    problem = ""
     for _ in range(settings.reward_retries + 1):
         try:
             async with asyncio.timeout(limit or None):

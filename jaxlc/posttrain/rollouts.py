@@ -56,7 +56,9 @@ class Rollouts(DataSource):
     def open(cls, config: Config, inputs: Inputs) -> "Rollouts":
         setting = config.rollouts.directory
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
-        prompts, eval_prompts, warnings = [], [], []
+        prompts = []
+        eval_prompts = []
+        warnings = []
         if config.rollouts.source != "files":
             prompts, warnings = open_prompts(config, inputs.tokenizer)
         if config.rollouts.eval_prompts:
@@ -106,8 +108,11 @@ class RolloutSequences:
         self, directory: Path, config: Config, tokenizer: Tokenizer, log: Callable[[str], None]
     ):
         self.directory = directory
-        self._config, self._tokenizer, self._log = config, tokenizer, log
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._log = log
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._kept: dict[int, Traces] = {}  # by step
         # the steps that are trained, placed and prefetched
         self._max_kept = config.data.prefetch_steps + 3
@@ -185,7 +190,8 @@ class RolloutSequences:
         prefetched.
         """
         with self._lock:
-            self._needed, self._since = step, time.monotonic()
+            self._since = time.monotonic()
+            self._needed = step
             self._next_line = self._since + _LINE_SECONDS
 
     def close(self) -> None:
@@ -193,7 +199,8 @@ class RolloutSequences:
         self._closed.set()
 
     def _opened(self, step: int) -> Traces:
-        path, batch_size = self.path(step), self._config.train.global_batch_size
+        path = self.path(step)
+        batch_size = self._config.train.global_batch_size
         self._digests[step] = _digest(path)
         traces = open_traces(self._config, self._tokenizer, (str(path),), step=step)
         if traces.train.num_sequences > batch_size:
@@ -230,7 +237,8 @@ class RolloutSequences:
 
     def _check_waiting(self, path: Path) -> None:
         """Prints a line per minute; raises UserError after rollouts.wait_seconds."""
-        now, limit = time.monotonic(), self._config.rollouts.wait_seconds
+        now = time.monotonic()
+        limit = self._config.rollouts.wait_seconds
         waited = now - self._since
         if limit and waited > limit:
             raise UserError(

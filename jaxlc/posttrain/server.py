@@ -60,7 +60,8 @@ class Server:
           SamplerError: there is no answer within rollouts.server_seconds.
           _Refused: the server refuses the request.
         """
-        limit, reason = self.config.rollouts.server_seconds, "the request is still running"
+        limit = self.config.rollouts.server_seconds
+        reason = "the request is still running"
         try:
             async with asyncio.timeout(limit):
                 while True:
@@ -201,7 +202,8 @@ class Server:
                 f" prompt ({reason_of(error)}): start it with --max-logprobs={top_k} or more, and a"
                 f" --max-model-len of more than {len(tokens)}"
             ) from error
-        end, expected = self.config.model.vocab_size, "a model with the vocabulary of the tokenizer"
+        end = self.config.model.vocab_size
+        expected = "a model with the vocabulary of the tokenizer"
         check_range("token", best, end, f"answer of the server {self.url}", expected)
         return np.float32(own), best.astype(np.int32), -minus_log_probs.astype(np.float32)
 
@@ -226,12 +228,14 @@ class Server:
           SamplerError: it cannot be reached.
         """
         models = (await self.post("/v1/models"))["data"]
-        name, text = models[0]["id"], text[:1000] + _PROBE_TEXT
+        name = models[0]["id"]
+        text = text[:1000] + _PROBE_TEXT
         ids = self.tokenizer.encode(text.encode())
         body = dict(model=name, prompt=text, add_special_tokens=False)
         theirs = (await self.post("/tokenize", body))["tokens"]
         longest = max(model.get("max_model_len") or 0 for model in models)
-        data, problems = self.config.data, []
+        data = self.config.data
+        problems = []
         needed = data.seq_len + (1 if self.stops else 2)  # a teacher makes one more
         if longest < needed:
             problems.append(

@@ -5,6 +5,7 @@ prompts, too.
 import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,12 +172,13 @@ def open_traces(
     Raises:
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
-    data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
+    data = config.data
+    posttrain = config.posttrain
+    dtypes = array_dtypes(config)
     fields = FIELDS + EXPERTS_FIELDS * posttrain.replay_routing
     fields += TEACHER_FIELDS * bool(posttrain.teacher_top_k)
-    read, warnings = _read(config, tokenizer, sources or data.traces, _SETTING, _trace_of, fields)
-    trained = [trace for trace in read if trace is not None]
-    traces = list(_fitting(trained, data, warnings))
+    read, notes = _read(config, tokenizer, sources or data.traces, _SETTING, _trace_of, fields)
+    traces = list(_fitting(filter(None, read), data, notes))
     num_read = len(traces)
     if step is not None:
         traces = _recent(traces, step, config.rollouts.max_policy_age)
@@ -187,19 +189,18 @@ def open_traces(
         traces = [replace(trace, advantage=1.0) for trace in traces]
     if posttrain.loss and posttrain.mask_truncated:
         traces = [replace(trace, has_loss=not trace.is_truncated) for trace in traces]
-
     levels = config.attention.shared_prefixes
     trees = functools.partial(trees_of, seq_len=data.seq_len, levels=levels)
     groups = list(groups_of(traces))
     if posttrain.is_pairwise:
-        groups = list(_pairs(groups, trees, config, warnings))
+        groups = list(_pairs(groups, trees, config, notes))
     if not groups:
         raise UserError("config.data.traces has no trace that can be used")
     if posttrain.loss:
         groups = [with_advantages(group, posttrain) for group in groups]
     rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
-    if posttrain.loss and step is None:
-        warnings += _without_gradient(rewards, posttrain.mask_truncated)
+    is_checked = posttrain.loss and step is None
+    without_gradient = [*_without_gradient(rewards, posttrain.mask_truncated)] if is_checked else []
     train_groups, heldout_groups = _split(groups, data.eval_fraction if step is None else 0.0)
     num_groups = len(train_groups)
     if posttrain.loss and posttrain.no_advantage == "drop":
@@ -210,24 +211,23 @@ def open_traces(
                 " prompt different rewards, or set config.posttrain.no_advantage to keep"
             )
     heldout_trees = [tree for group in heldout_groups for tree in trees(group)]
+    sequences = None
     if posttrain.loss == "kto":
-        train_trees, order = _steps(train_groups, config)
+        sequences = _steps(train_groups, config)
+        train_trees = list(itertools.chain(*sequences))
     else:
         train_trees = [tree for group in train_groups for tree in trees(group)]
-        order = dict(seed=data.seed)
     all_trees = [*train_trees, *heldout_trees]
-    if num_repeated := sum(tree.repeats for tree in all_trees):
-        warnings.append(
-            f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
-        )
-    rewards["failed"] = float(len(read) - len(trained))
+    for tree in all_trees:
+        if tree.repeats:
+            notes.add("prefixes that are repeated, since a group does not fit", tree.trace.where)
+    rewards["failed"] = float(read.count(None))
     if posttrain.replay_routing:
         rewards["experts_differ"] = experts_differ(all_trees)
-
     packed = functools.partial(
         PackedTraces, seq_len=data.seq_len, dtypes=dtypes, shared_tokens=data.shared_tokens
     )
-    train = packed(train_trees, **order)
+    train = packed(train_trees, seed=data.seed, sequences=sequences)
     settings = _settings(config, num_groups - len(train_groups))
     return Traces(
         tokenizer=tokenizer,
@@ -235,7 +235,7 @@ def open_traces(
         heldout=packed(heldout_trees) if heldout_trees else None,
         fingerprint=fingerprint(traces, settings, dtypes),
         description=_description(train, len(train_groups), len(heldout_groups)),
-        warnings=tuple(warnings),
+        warnings=(*notes.lines(_SETTING), *without_gradient),
         rewards=rewards,
     )
 
@@ -247,19 +247,20 @@ def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
     return reader.read(record)
 
 
-def _steps(groups: Sequence[Group], config: Config) -> tuple[list[Tree], dict[str, Any]]:
-    """The trees of kto, and their order, as arguments of `PackedTraces`."""
-    data, levels = config.data, config.attention.shared_prefixes
+def _steps(groups: Sequence[Group], config: Config) -> list[list[Tree]]:
+    """The trees of each sequence of kto."""
+    data = config.data
     shuffled = epoch_order(len(groups), data.seed, 0)
     traces = [trace for number in shuffled for trace in groups[number]]
-    batch_size = config.train.global_batch_size
-    trees, bins = labeled_steps(traces, data.seq_len, batch_size, levels=levels)
-    return trees, dict(bins=bins, batch_size=batch_size)
+    levels = config.attention.shared_prefixes
+    return labeled_steps(traces, data.seq_len, config.train.global_batch_size, levels=levels)
 
 
 def _settings(config: Config, num_dropped: int) -> tuple[object, ...]:
     """What the sequences depend on, besides traces."""
-    data, posttrain, levels = config.data, config.posttrain, config.attention.shared_prefixes
+    data = config.data
+    posttrain = config.posttrain
+    levels = config.attention.shared_prefixes
     return (
         data.seq_len,
         data.seed,
@@ -295,8 +296,10 @@ def open_prompts(
     def read(reader: TraceReader, record: Record) -> list[Prompt]:
         return [Prompt(*reader.prompt(record), record.values, record.where)]
 
-    rollouts, seq_len = config.rollouts, config.data.seq_len
-    prompts, warnings = _read(config, tokenizer, getattr(rollouts, name), f"rollouts.{name}", read)
+    rollouts = config.rollouts
+    seq_len = config.data.seq_len
+    setting = f"rollouts.{name}"
+    prompts, notes = _read(config, tokenizer, getattr(rollouts, name), setting, read)
     for prompt in prompts:
         num_tokens = len(prompt.ids) + rollouts.max_tokens - 1
         if num_tokens > seq_len:
@@ -306,7 +309,7 @@ def open_prompts(
             )
     if not prompts:
         raise UserError(f"config.rollouts.{name} has no prompt")
-    return prompts, warnings
+    return prompts, notes.lines(setting)
 
 
 def _read(
@@ -316,8 +319,8 @@ def _read(
     setting: str,
     read: Callable[[TraceReader, Record], Iterable[T]],
     fields: Sequence[str] | None = None,
-) -> tuple[list[T], list[str]]:
-    """What `read` makes of the records that can be used, and warnings."""
+) -> tuple[list[T], Notes]:
+    """What `read` makes of the records that can be used, and what was noticed."""
     notes = Notes(config.data.max_bad_records)
     encoder = Encoder(tokenizer, config.data.chat_template, notes)
     experts_of = config.model if config.posttrain.replay_routing else None
@@ -336,7 +339,7 @@ def _read(
                 items += read(reader, record)
             except BadRecord as error:
                 notes.skip(error)
-    return items, notes.lines(setting)
+    return items, notes
 
 
 def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
@@ -356,26 +359,24 @@ def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Reco
     yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
 
 
-def _fitting(traces: Iterable[Trace], data: DataConfig, warnings: list[str]) -> Iterator[Trace]:
+def _fitting(traces: Iterable[Trace], data: DataConfig, notes: Notes) -> Iterator[Trace]:
     """The traces that fit into a sequence; data.overlong_traces says what happens to others."""
-    seq_len, rule, num_overlong = data.seq_len, data.overlong_traces, 0
+    seq_len = data.seq_len
+    rule = data.overlong_traces
     for trace in traces:
         if len(trace.tokens) - 1 <= seq_len:
             yield trace
             continue
-        num_overlong += 1
         if rule == "error":
             raise UserError(
                 f"{trace.where}: a trace of {len(trace.tokens):,} tokens is longer than"
                 f" config.data.seq_len={seq_len:,}; increase it, or set config.data.overlong_traces to drop or truncate"
             )
-        if rule == "truncate" and trace.num_prompt_tokens <= seq_len:
+        is_kept = rule == "truncate" and trace.num_prompt_tokens <= seq_len
+        done = "truncated" if is_kept else "dropped"
+        notes.add(f"traces longer than data.seq_len={seq_len}, which are {done}", trace.where)
+        if is_kept:
             yield trace.cut(seq_len + 1)
-    if num_overlong:
-        done = "dropped" if rule == "drop" else "truncated, or dropped where only the prompt fits"
-        warnings.append(
-            f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}"
-        )
 
 
 def _check_log_probs(
@@ -396,11 +397,8 @@ def _check_log_probs(
                 needs = f"config.posttrain.loss={posttrain.loss!r} needs"
                 raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
     if posttrain.importance_weights and posttrain.old_log_probs == "record":
-        old, sampled = (
-            np.concatenate([trace.log_probs[name] for trace in traces])
-            for name in ("old_log_probs", "sampled_log_probs")
-        )
-        if np.array_equal(old, sampled):
+        pairs = [(x.log_probs["old_log_probs"], x.log_probs["sampled_log_probs"]) for x in traces]
+        if pairs and all(itertools.starmap(np.array_equal, pairs)):
             raise UserError(
                 f"{traces[0].where}: old_log_probs are the sampler's, since they equal sampled_log_probs of all traces,"
                 " and config.posttrain.importance_weights=True compares both; compute old_log_probs with `jaxlc"
@@ -415,7 +413,8 @@ def with_reference(config: Config) -> Config:
     Raises:
       UserError: the meaning contradicts other settings.
     """
-    posttrain, named = config.posttrain, config.posttrain.reference_model or config.model.init_from
+    posttrain = config.posttrain
+    named = config.posttrain.reference_model or config.model.init_from
     if not posttrain.uses_reference or posttrain.reference != "auto":
         return config
     meaning = "record"
@@ -453,19 +452,20 @@ def _pairs(
     groups: Sequence[list[Trace]],
     trees: Callable[[Group], list[Tree]],
     config: Config,
-    warnings: list[str],
+    notes: Notes,
 ) -> Iterator[list[Trace]]:
     """The groups that are pairs, which is one tree of two branches; data.overlong_traces=drop drops
     others.
     """
-    data, num_dropped = config.data, 0
+    data = config.data
     for group in groups:
         is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
         parts = trees(group)
         if is_pair and len(parts) == 1:
             yield group
         elif data.overlong_traces == "drop":
-            num_dropped += 1
+            note = "groups that are no pair that fits into data.seq_len, which are dropped"
+            notes.add(note, group[0].where)
         else:
             raise UserError(
                 f"{group[0].where}: config.posttrain.loss={config.posttrain.loss!r} needs chosen and rejected answers"
@@ -473,10 +473,6 @@ def _pairs(
                 f" config.data.seq_len={data.seq_len:,} together; to drop others, set config.data.overlong_traces to"
                 " drop"
             )
-    if num_dropped:
-        warnings.append(
-            f"data.traces: no pairs that fit into data.seq_len, which are dropped: {num_dropped:,}"
-        )
 
 
 def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], list[Group]]:

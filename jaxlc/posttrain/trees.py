@@ -172,7 +172,9 @@ def _num_shareable(trace: Trace, levels: int) -> int:
 
 def _insert(siblings: list[Tree], trace: Trace, levels: int) -> None:
     """Adds a trace to trees, with a node for the inputs that it does not share."""
-    at, end, most = 0, len(trace.tokens) - 1, _num_shareable(trace, levels)
+    at = 0
+    end = len(trace.tokens) - 1
+    most = _num_shareable(trace, levels)
     while at < end:
         for node in siblings if at + 1 < most else ():
             last = min(node.end + 1, most, _num_shareable(node.trace, levels))
@@ -187,7 +189,8 @@ def _insert(siblings: list[Tree], trace: Trace, levels: int) -> None:
         if at < min(node.end, end):
             others = [other for other in node.traces if len(other.tokens) - 1 > at]
             rest = Tree(traces=others, first=at, end=node.end, children=node.children)
-            node.end, node.children = at, [rest]
+            node.end = at
+            node.children = [rest]
         node.traces.append(trace)
         if at == node.end and not node.children:
             node.end = end
@@ -202,10 +205,22 @@ def _num_equal(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else num_tokens
 
 
+def sequences_of(
+    trees: Sequence[Tree], seq_len: int, levels: int, multiple: int = 1
+) -> list[list[Tree]]:
+    """The trees of each sequence, by best fit; the number of sequences is a multiple of `multiple`."""
+    bins = best_fit(np.array([tree.size(levels) for tree in trees], np.int64), seq_len)
+    num_sequences = int(bins.max(initial=-1)) + 1
+    found: list[list[Tree]] = [[] for _ in range(num_sequences + -num_sequences % multiple)]
+    for tree, number in zip(trees, bins.tolist()):
+        found[number].append(tree)
+    return found
+
+
 def labeled_steps(
     traces: Sequence[Trace], seq_len: int, batch_size: int, *, levels: int
-) -> tuple[list[Tree], np.ndarray]:
-    """The trees of kto, and the sequence of each: every step has as many of the next traces as fit.
+) -> list[list[Tree]]:
+    """The trees of each sequence of kto: every step has as many of the next traces as fit.
 
     A step also has mismatched answers, as TRL: of n traces, each prompt continues with the answer of
     the trace before, and the first one with the last answer. An answer that does not fit is cut.
@@ -216,19 +231,20 @@ def labeled_steps(
       UserError: fewer than two traces fit into a step.
     """
     ends = np.cumsum([trace.in_loss.sum() for trace in traces])
-    found, bins, begin = list[Tree](), [np.zeros(0, np.int64)], 0
+    found = list[list[Tree]]()
+    begin = 0
 
-    def step_of(count: int) -> tuple[list[Tree], np.ndarray]:
+    def step_of(count: int) -> list[list[Tree]]:
         part = traces[begin : begin + count]
         pairs: list[Trace] = []
         for trace, other in zip(part, (part[-1], *part[:-1])):
             pairs += [trace, _mismatched(trace, other, seq_len)]
         groups = groups_of(pairs)
         of_step = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
-        return of_step, best_fit(np.array([tree.size(levels) for tree in of_step]), seq_len)
+        return sequences_of(of_step, seq_len, levels, batch_size)
 
     def is_too_large(count: int) -> bool:
-        return step_of(count)[1].max() >= batch_size
+        return len(step_of(count)) > batch_size
 
     while begin < len(traces):
         num_left = len(traces) - begin
@@ -240,19 +256,17 @@ def labeled_steps(
                 f"{traces[begin].where}: config.posttrain.loss='kto' needs two answers in a step, each with its prompt"
                 " and another answer; increase config.train.global_batch_size or config.data.seq_len"
             )
-        of_step, of_bins = step_of(count)
-        bins.append(of_bins + len(bins[1:]) * batch_size)
-        found, begin = found + of_step, begin + count
-    return found, np.concatenate(bins)
+        found += step_of(count)
+        begin += count
+    return found
 
 
 def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
     """The prompt of a trace with the answer of another one; it has no loss."""
-    first, first_other = trace.num_prompt_tokens, other.num_prompt_tokens
-    tokens, in_loss = (
-        np.concatenate([x[:first], y[first_other:]])
-        for x, y in ((trace.tokens, other.tokens), (trace.in_loss, other.in_loss))
-    )
+    first = trace.num_prompt_tokens
+    first_other = other.num_prompt_tokens
+    tokens = np.concatenate([trace.tokens[:first], other.tokens[first_other:]])
+    in_loss = np.concatenate([trace.in_loss[:first], other.in_loss[first_other:]])
     values = dict(where="", advantage=None, log_probs={}, has_loss=False)
     joined = dataclasses.replace(trace, tokens=tokens, in_loss=in_loss, **values)
     return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
@@ -269,8 +283,7 @@ class PackedTraces:
         *,
         shared_tokens: Literal["leaf", "node"] = "leaf",
         seed: int | None = None,
-        bins: np.ndarray | None = None,
-        batch_size: int = 1,
+        sequences: Sequence[list[Tree]] | None = None,
     ):
         """
         Args:
@@ -278,22 +291,19 @@ class PackedTraces:
           dtypes: of the arrays of a sequence, see `array_dtypes`.
           shared_tokens: config.data.shared_tokens.
           seed: of the order; None: the same order in every epoch.
-          bins: int64 [trees]: the sequence of each tree, in the order of training; None: best fit.
-          batch_size: the number of sequences is a multiple of it.
+          sequences: the trees of each, in the order of training; None: by best fit, in any order.
         """
-        self._seq_len, self._dtypes = seq_len, dtypes
-        self._seed, self._counts_once = seed, shared_tokens == "node"
+        self._seq_len = seq_len
+        self._dtypes = dtypes
+        self._seed = seed
+        self._counts_once = shared_tokens == "node"
         self.trees = tuple(trees)
         self.traces = tuple(trace for tree in trees for trace in tree.traces if trace.where)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
         (levels,) = dtypes["prefix_ids"].shape if "prefix_ids" in dtypes else (0,)
-        self._is_ordered = bins is not None
-        if bins is None:
-            bins = best_fit(np.array([tree.size(levels) for tree in trees], np.int64), seq_len)
-        self.num_sequences = -(-(int(bins.max(initial=-1)) + 1) // batch_size) * batch_size
-        self._trees: list[list[Tree]] = [[] for _ in range(self.num_sequences)]
-        for tree, number in zip(trees, bins.tolist()):
-            self._trees[number].append(tree)
+        self._is_ordered = sequences is not None
+        self._sequences = sequences or sequences_of(trees, seq_len, levels)
+        self.num_sequences = len(self._sequences)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S, ...] that `dtypes` names; see `loader.Batch`."""
@@ -306,9 +316,10 @@ class PackedTraces:
         segments: list[int] = []  # of a node and its ancestors
         leaves: dict[int, int] = {}
         for segment, (depth, node) in enumerate(
-            (item for tree in self._trees[sequence] for item in tree.nodes()), start=1
+            (item for tree in self._sequences[sequence] for item in tree.nodes()), start=1
         ):
-            span, targets = slice(node.first, node.end), slice(node.first + 1, node.end + 1)
+            span = slice(node.first, node.end)
+            targets = slice(node.first + 1, node.end + 1)
             segments = [*segments[:depth], segment]
             end = at + node.end - node.first
             values = dict(
@@ -371,29 +382,31 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
     Raises:
       UserError: a trace has neither a reward nor an advantage, or a trajectory has two of them.
     """
-    for name in ("reward", "advantage"):
-        group = _with_equal(group, name)
-    for trace in group:
-        if trace.advantage is None and trace.reward is None:
+    trajectories: dict[str | int, list[Trace]] = {}
+    for number, trace in enumerate(group):
+        trajectories.setdefault(_trajectory(number, trace), []).append(trace)
+    rewards = {key: _recorded(traces, "reward") for key, traces in trajectories.items()}
+    advantages = {key: _recorded(traces, "advantage") for key, traces in trajectories.items()}
+    for key, (trace, *_) in trajectories.items():
+        if advantages[key] is None and rewards[key] is None:
             raise UserError(
                 f"{trace.where}: neither reward nor advantage, which config.posttrain.loss={posttrain.loss!r} needs"
             )
-    if all(trace.advantage is not None for trace in group):
-        return list(group)
-    if any(trace.reward is None for trace in group):
-        raise UserError(
-            f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one"
-        )
-    by_trajectory = rewards_of(group)
-    rewards = np.array(list(by_trajectory.values()))
-    # 0 in spite of rounding
-    centered = rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))
-    if posttrain.scale_advantages and len(rewards) > 1:
-        centered = centered / (rewards.std(ddof=1) + _EPSILON)
-    advantages = dict(zip(by_trajectory, centered.tolist()))
+    if None in advantages.values():
+        if None in rewards.values():
+            raise UserError(
+                f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one"
+            )
+        numbers = np.array(list(rewards.values()))
+        # 0 in spite of rounding
+        centered = numbers - numbers.mean() if np.ptp(numbers) else np.zeros(len(numbers))
+        if posttrain.scale_advantages and len(numbers) > 1:
+            centered = centered / (numbers.std(ddof=1) + _EPSILON)
+        advantages = dict(zip(rewards, centered.tolist()))
+    keys = (_trajectory(number, trace) for number, trace in enumerate(group))
     return [
-        dataclasses.replace(trace, advantage=advantages[_trajectory(number, trace)])
-        for number, trace in enumerate(group)
+        dataclasses.replace(trace, reward=rewards[key], advantage=advantages[key])
+        for key, trace in zip(keys, group)
     ]
 
 
@@ -406,22 +419,16 @@ def _trajectory(number: int, trace: Trace) -> str | int:
     return number if trace.trajectory is None else trace.trajectory
 
 
-def _with_equal(group: Sequence[Trace], name: str) -> list[Trace]:
-    """The traces with the reward or advantage that other traces of their trajectory have."""
-    known: dict[str, Trace] = {}
-    for trace in group:
-        if trace.trajectory is None or getattr(trace, name) is None:
-            continue
-        other = known.setdefault(trace.trajectory, trace)
-        if getattr(other, name) != getattr(trace, name):
+def _recorded(traces: Sequence[Trace], name: str) -> float | None:
+    """The reward or advantage of a trajectory, which all or some of its traces have."""
+    known = [trace for trace in traces if getattr(trace, name) is not None]
+    for trace in known:
+        if getattr(trace, name) != getattr(known[0], name):
             raise UserError(
                 f"{trace.where}: {name} {getattr(trace, name)} of trajectory {trace.trajectory!r}, which has"
-                f" {getattr(other, name)} in {other.where}; record it once, or equal ones"
+                f" {getattr(known[0], name)} in {known[0].where}; record it once, or equal ones"
             )
-    return [
-        dataclasses.replace(trace, **{name: getattr(known.get(trace.trajectory, trace), name)})
-        for trace in group
-    ]
+    return getattr(known[0], name) if known else None
 
 
 def fingerprint(

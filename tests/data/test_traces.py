@@ -192,7 +192,7 @@ def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
     traces, _ = opened(tmp_path, records, seq_len=24)
     rows = [traces.train[i] for i in range(2)]
     assert sorted(int(row["loss_weights"].sum()) for row in rows) == [10, 20]
-    assert any("repeated" in warning and warning.endswith("1") for warning in traces.warnings)
+    assert any("repeated" in warning and "fit: 1 (" in warning for warning in traces.warnings)
 
 
 def test_deeper_trees_lose_the_nodes_that_save_the_fewest_tokens(tmp_path):
@@ -214,7 +214,8 @@ def test_deeper_trees_lose_the_nodes_that_save_the_fewest_tokens(tmp_path):
     for few_tokens in (dict(records=records, seq_len=14), dict(records=records * 3, seq_len=18)):
         # too many tokens, or more than 18 x 3 rows
         parts, _ = opened(tmp_path, **few_tokens, attention=attention)
-        assert parts.warnings[-1].endswith("does not fit: 1") and parts.train.num_sequences == 2
+        assert "does not fit: 1 (the first: " in parts.warnings[-1]
+        assert parts.train.num_sequences == 2
         weights = [parts.train[i]["loss_weights"].sum() for i in range(2)]
         assert sum(weights) == sum(sum(x["loss_mask"]) for x in few_tokens["records"])
 
@@ -367,7 +368,7 @@ def test_pairs_that_do_not_fit_are_dropped(tmp_path):
     traces, _ = opened(
         tmp_path, pairs, data=dict(overlong_traces="drop"), posttrain=dict(loss="dpo")
     )
-    assert len(traces.train.traces) == 2 and traces.warnings[-1].endswith("dropped: 2")
+    assert len(traces.train.traces) == 2 and "dropped: 2 (the first: " in traces.warnings[-1]
 
 
 def test_rollouts_of_steps_are_waited_for(tmp_path):
@@ -714,7 +715,7 @@ def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
         (dict(routed_experts=text(npy(ROUTED / 2))), r"float64\[6, 2, 2\]"),
         (dict(routed_experts=text(npy(ROUTED + 1))), "routed_experts of .*: expert 8, expected 0 to 7"),
         (dict(routed_experts=text(npy(ROUTED - 9))), "expert -"),
-        (dict(routed_experts="a text"), "is no array of 6 rows"),
+        (dict(routed_experts="a text"), "is no array"),
         (dict(routed_experts=text(npy(ROUTED)), routed_experts_start_len="1"), "expected an integer"),
         (dict(routed_experts=text(npy(experts_of(9))), routed_experts_start_len=-2), "from 0 to 6"),
         (dict(routed_experts=text(npy(np.full((6, 2, 2), 127, "i1")))), "expert 127, expected 0"),
@@ -722,9 +723,9 @@ def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
         (dict(routed_experts=text(npy(ROUTED).replace(b"(6, 2, 2), }", b"(((((((((((("))), "is no array"),
         (dict(routed_experts=text(npy(ROUTED)), truncated="no"), "truncated is 'no', expected true"),
         (dict(routed_experts=text(npy(ROUTED)), reward=10**400), "reward is 1.*, expected a finite"),
-        (dict(routed_experts=text(npy(np.array([None])))), "is no array of 6 rows"),
-        (dict(routed_experts=text(ROUTED.astype("i4").tobytes()[4:])), "is no array of 6 rows"),
-        (dict(routed_experts=text(b""), routed_experts_dtype="int3"), "is no array of 6 rows"),
+        (dict(routed_experts=text(npy(np.array([None])))), "is no array"),
+        (dict(routed_experts=text(ROUTED.astype("i4").tobytes()[4:])), r"int32\[23\], expected integers \[6"),
+        (dict(routed_experts=text(b""), routed_experts_dtype="int3"), "is no array"),
     ],
 )  # fmt: skip
 def test_experts_of_another_model_or_of_other_tokens_raise(tmp_path, fields, message):

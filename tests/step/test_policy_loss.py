@@ -433,9 +433,10 @@ def labeled_results(params=None, *, accumulation: int, shares: bool, **mesh):
         for number, trace in enumerate(sum(traces("policy"), []))
     ]
     seq_len = config.data.seq_len
-    flat, bins = labeled_steps(labeled, seq_len, 2, levels=int(shares))
-    bins = np.arange(len(flat)) % 2 if shares else bins
-    packed = PackedTraces(flat, seq_len, array_dtypes(config), bins=bins, batch_size=2)
+    sequences = labeled_steps(labeled, seq_len, 2, levels=int(shares))
+    flat = [tree for trees in sequences for tree in trees]
+    sequences = [flat[::2], flat[1::2]] if shares else sequences
+    packed = PackedTraces(flat, seq_len, array_dtypes(config), sequences=sequences)
     assert packed.num_sequences == 2 and len(packed.traces) == 6
     step = small_step(config)
     if params is None:
