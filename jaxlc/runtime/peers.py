@@ -79,7 +79,8 @@ def _set_timer(seconds: float) -> None:
 PEER_LOST_STATUS = 75
 # Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits longer, for an
 # error of its own, which is often the same one.
-_BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
+_BROADCAST_SECONDS = 0.5
+_FAILURE_SECONDS = 1.5
 # by which a link may report the loss of a process later than a collective fails
 _COLLECTIVE_SECONDS = 5.0
 _KEEPALIVE_PROBES = 3
@@ -89,7 +90,8 @@ _HINT_SECONDS = 5.0  # a file system may fail with the other machine
 _LAST_SECONDS = 22.0
 # Limits of the end itself, by the operating system's timer: of process 0, and of the others, which need up to 7 s. The
 # timer of `watchdog` would end process 0 while it waits.
-_LAST_LIMIT_SECONDS, _LIMIT_SECONDS = _LAST_SECONDS + 3.0, 15.0
+_LAST_LIMIT_SECONDS = _LAST_SECONDS + 3.0
+_LIMIT_SECONDS = 15.0
 
 
 class Process0Error(UserError):

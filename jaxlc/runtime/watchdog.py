@@ -86,12 +86,10 @@ class PhaseBoard:
           client: of JAX's coordination service.
           row: returns what to publish; called in a thread.
         """
-        self._client, self._process_id, self._num_processes, self._row = (
-            client,
-            process_id,
-            num_processes,
-            row,
-        )
+        self._client = client
+        self._process_id = process_id
+        self._num_processes = num_processes
+        self._row = row
         # process -> its row, and when it was new here
         self._published: dict[int, tuple[Row, float]] = {}
         self._last_answer = time.monotonic()
@@ -104,7 +102,8 @@ class PhaseBoard:
 
         Process 0 looks at all processes, and the others look at process 0.
         """
-        now, limit_seconds = time.monotonic(), max(limit_seconds, 3 * _PUBLISH_SECONDS)
+        now = time.monotonic()
+        limit_seconds = max(limit_seconds, 3 * _PUBLISH_SECONDS)
         if (seconds := now - self._last_answer) > limit_seconds:
             return f"process 0 of {self._num_processes} has not answered for {seconds:.0f} s"
         for row, since in list(self._published.values()):
@@ -147,7 +146,8 @@ class PhaseBoard:
 
     def _note(self, rows: list[Row]) -> None:
         """Remembers which rows are new, by this machine's clock."""
-        now, known = time.monotonic(), self._published
+        now = time.monotonic()
+        known = self._published
         unchanged = {
             row.process_id for row in rows if known.get(row.process_id, (None, 0.0))[0] == row
         }
@@ -193,7 +193,8 @@ def suspects(rows: list[Row]) -> list[Row]:
 
 HANGS_DIRECTORY = "hangs"  # in the workdir
 STEP = "step"
-_LEAST_DURATIONS, _KEPT_DURATIONS = 5, 50
+_LEAST_DURATIONS = 5
+_KEPT_DURATIONS = 50
 _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 5.0  # limit of the time to write the report
 _ALARM_SECONDS = 20.0  # after the deadline
@@ -222,13 +223,13 @@ class Watchdog:
         Args:
           directory: for the reports.
         """
-        self._factor, self._floor_seconds = (
-            config.watchdog_factor,
-            float(config.watchdog_floor_seconds),
-        )
+        self._factor = config.watchdog_factor
+        self._floor_seconds = float(config.watchdog_floor_seconds)
         self._first_seconds = float(config.watchdog_first_seconds or math.inf)
-        self._process_id, self._num_processes = jax.process_index(), jax.process_count()
-        self._host, self._watched_thread = socket.gethostname(), threading.get_ident()
+        self._process_id = jax.process_index()
+        self._num_processes = jax.process_count()
+        self._host = socket.gethostname()
+        self._watched_thread = threading.get_ident()
         self._durations: dict[str, deque[float]] = {}
         self._step = self._fetched_step = 0
         self._last_fetch: float | None = None
@@ -246,7 +247,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, repeats: bool = True) -> Iterator[None]:
-        outer, start = self._current, time.monotonic()
+        outer = self._current
+        start = time.monotonic()
         seconds = self._seconds_allowed(name) if repeats else math.inf
         self._enter(_Current(name, start, start + seconds))
         is_complete = False
@@ -287,7 +289,8 @@ class Watchdog:
             elapsed = (now - self._last_fetch) / max(1, step - self._fetched_step)
             for seconds in measured or [0.0]:
                 self._add_duration(STEP, max(elapsed, seconds))
-        self._last_fetch, self._fetched_step = now, step
+        self._last_fetch = now
+        self._fetched_step = step
         self._enter(_Current(STEP, now, now + self._seconds_allowed(STEP, self._step - step)))
 
     def close(self) -> None:
@@ -336,7 +339,8 @@ class Watchdog:
         return True
 
     def _watch(self) -> None:
-        last, not_before = time.monotonic(), 0.0
+        last = time.monotonic()
+        not_before = 0.0
         while not self._is_closed.wait(_TICK_SECONDS):
             now = time.monotonic()
             if now - last > _STOPPED_SECONDS:
@@ -431,7 +435,8 @@ def watching(config: RuntimeConfig, workdir: Path) -> Iterator[None]:
         with interrupts.undone(_watchdog.close):
             yield
     finally:
-        watchdog, _watchdog = _watchdog, None
+        watchdog = _watchdog
+        _watchdog = None
         watchdog.close()
 
 
@@ -470,7 +475,8 @@ def phase_seconds() -> dict[str, float]:
 
 def phases(name: str, items: Iterable[T], *, repeats: bool = True) -> Iterator[T]:
     """Yields the items; getting each one is a phase, as `phase`."""
-    iterator, end = iter(items), object()
+    iterator = iter(items)
+    end = object()
     while True:
         with phase(name, repeats=repeats):
             item = next(iterator, end)
@@ -578,7 +584,8 @@ class Program:
         Args:
           jitted: what `jax.jit` returns.
         """
-        self._name, self._jitted = name, jitted
+        self._name = name
+        self._jitted = jitted
         self._compiled: set[Any] = set()  # structures, shapes and dtypes of arguments
 
     def __call__(self, *arguments: Any) -> Any:
