@@ -109,6 +109,9 @@ def test_labeled_answers_have_the_mismatched_answers_of_their_step(tmp_path):
         while (prompt := others[prompt]) != start:
             cycle.append(prompt)
         assert sorted(cycle) == sorted(others) and len(cycle) > 1
+    # a step has all its sequences, also where few are filled
+    few, _ = opened(tmp_path, records, posttrain=dict(loss="kto"), **sizes | dict(seq_len=512))
+    assert few.train.num_sequences == 2
     with pytest.raises(UserError, match="needs two answers in a step"):
         opened(tmp_path, records, posttrain=dict(loss="kto"), seq_len=12, train=dict(global_batch_size=1))  # fmt: skip
 
