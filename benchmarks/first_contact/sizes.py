@@ -70,6 +70,8 @@ class Sizes:
     copy_bytes: int = 4 * 2**30
     # Experts, model dim, width of an expert, tokens, experts of a token: Qwen3-30B-A3B.
     experts: tuple[int, int, int, int, int] = (128, 2048, 768, 32_768, 8)
+    # Tokens, key heads, value heads and the dims of both: Qwen3.5-9B.
+    recurrence: tuple[int, int, int, int] = (32_768, 16, 32, 128)
     # Training steps.
     preset: str = "llama3.2-1b"
     large_preset: str = "llama3.2-3b"
@@ -115,6 +117,7 @@ DRY_RUN = Sizes(
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     experts=(4, 16, 8, 32, 2),
+    recurrence=(256, 1, 2, 16),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_masks=1,
     memory_tokens=(64,), memory_fractions=("0.75",), profile_models=(("tiny", 2, 64),), pinned_gib=(0.001,),
     host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128,

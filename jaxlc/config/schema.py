@@ -269,6 +269,9 @@ class RuntimeConfig:
     # of tokens, on all devices. mosaic: JAX's kernels for Hopper, in bf16, as fast and with less memory; a run compares
     # them with blocks before it trains.
     expert_kernel: Literal["blocks", "mosaic"] = "blocks"
+    # the chunks of gated_delta_net layers; docs/architecture.md. xla: on all devices. pallas: kernels for GPUs (Triton)
+    # with fewer launches and less memory traffic, never timed on a GPU; a run compares them with xla before it trains.
+    delta_kernel: Literal["xla", "pallas"] = "xla"
     # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal[
         "default",

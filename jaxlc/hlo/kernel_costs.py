@@ -59,6 +59,8 @@ _UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
+_RECURRENCE_KERNELS = ("delta_factors", "delta_factors_gradient", "delta_scan")
+_NUM_OPERANDS = 7  # of delta_factors, before the gradients
 MOSAIC = "mosaic_gpu"  # with a version number
 ALLOCATE_BUFFER = "AllocateBuffer"
 
@@ -130,6 +132,40 @@ def _products(
         )
         rows, depth = x.dims
         yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, is_grouped=True)
+    elif instruction.opcode == "custom-call":
+        yield from _recurrence_products(computation, instruction)
+
+
+def _recurrence_products(computation: Computation, call: Instruction) -> Iterator[Product]:
+    """Those of the kernels of `attention.recurrence.kernel`, as products of tokens of a chunk with
+    as many multiplications. Exact ones are counted as float32, as in the XLA form."""
+    kernel = delta_kernel(call)
+    if kernel is None:
+        return
+    operands = [x.arrays[0] for x in computation.operands(call)]
+    if kernel == "delta_scan":
+        *chunks, key_dim, columns = call.arrays[1].dims
+        yield Product("bf16", key_dim, columns, key_dim, math.prod(chunks))
+        return
+    is_forward = kernel == "delta_factors"
+    q, *_, added = call.arrays if is_forward else operands[_NUM_OPERANDS:]
+    *chunks, C, key_dim = q.dims
+    columns = key_dim + added.dims[-1]
+    inverse = 2 * (C.bit_length() - 2) * C
+    # products of [C, C] and [C, columns], and of [C, K] and [K, columns], in units of the former
+    narrow, exact = 2 * key_dim + columns + key_dim * columns // C, inverse + columns
+    # the gradient computes the forward again, and two products for each of it
+    batch = math.prod(chunks) * (1 if is_forward else 3)
+    yield Product("bf16", C, C, narrow, batch)
+    yield Product("f32", C, C, exact, batch)
+
+
+def delta_kernel(instruction: Instruction) -> str | None:
+    """The name of a custom call, if it is a kernel of `attention.recurrence.kernel`."""
+    if instruction.opcode != "custom-call":
+        return None
+    parts = components(instruction.op_name)
+    return next((name for name in _RECURRENCE_KERNELS if name in parts), None)
 
 
 def is_expert_kernel(instruction: Instruction) -> bool:

@@ -111,9 +111,10 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         raise NotImplementedError
 
     @classmethod
-    def rule(cls, model: ModelConfig) -> Rule:
-        """Of layers with the settings of `model`."""
-        return Rule(scale=_widths(model).key_dim ** -0.5)
+    def rule(cls, on: KindOnMesh) -> Rule:
+        """Of the layers of one kind."""
+        uses_kernel = on.config.runtime.delta_kernel == "pallas"
+        return Rule(scale=_widths(on.model).key_dim ** -0.5, uses_kernel=uses_kernel)
 
     @jax.named_scope(scopes.ATTENTION)
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
@@ -174,7 +175,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
         num_taps = _widths(on.model).conv_taps
-        sharded = ShardedRecurrence(on.mesh, cls.rule(on.model), on.num_chains, num_taps)
+        sharded = ShardedRecurrence(on.mesh, cls.rule(on), on.num_chains, num_taps)
 
         def prepare(tokens: BatchTokens):
             return sharded.prepare(tokens.segments_BT, tokens.prefixes_BTD, tokens.fragments_BT)
@@ -184,7 +185,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     @classmethod
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
         num_taps = _widths(on.model).conv_taps
-        tiled = TiledRecurrence(on.mesh, cls.rule(on.model), on.num_tiles, num_taps)
+        tiled = TiledRecurrence(on.mesh, cls.rule(on), on.num_tiles, num_taps)
 
         def prepare(tokens: BatchTokens):
             segments_BT = tokens.segments_BT
@@ -220,7 +221,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     def cached(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
     ) -> "CachedRecurrence":
-        rule = cls.rule(on.model)
+        rule = cls.rule(on)
         return CachedRecurrence(mesh=on.mesh, rule=rule, chunk_tokens=chunk_tokens)
 
 

@@ -36,6 +36,7 @@ from jaxlc.hlo.kernel_costs import (
     ALLOCATE_BUFFER,
     AttentionCollective,
     attention_kernel,
+    delta_kernel,
     documents_per_row,
     is_expert_kernel,
 )
@@ -589,6 +590,8 @@ def kernels(program: AnalyzedProgram) -> dict[str, int]:
 def _library_call(instruction: Instruction) -> str | None:
     if is_expert_kernel(instruction):
         return f"mosaic experts {pass_of(instruction.op_name)}"
+    if name := delta_kernel(instruction):
+        return f"pallas {name}"
     if instruction.opcode == "custom-call":
         name = instruction.attributes["custom_call_target"].strip('"')
         return None if name == ALLOCATE_BUFFER else name  # which runs nothing

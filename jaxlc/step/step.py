@@ -22,8 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc import attention
 from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed
-from jaxlc.config import Config, LoraConfig
+from jaxlc.attention.recurrence import kernel as delta_kernel
+from jaxlc.attention.recurrence.sharded_rule import check_kernel
+from jaxlc.config import Config, LoraConfig, ModelConfig
 from jaxlc.config.checks.all_checks import check
+from jaxlc.config.kinds import MIXERS
+from jaxlc.config.kinds.contract import RecurrentKind
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
@@ -132,8 +136,8 @@ def build_step(
         `posttrain.losses.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
-        support the custom model, loss or optimizer.
+      UserError: the devices do not support config.precision, config.runtime.expert_kernel or
+        config.runtime.delta_kernel, or a setting does not support the custom model, loss or optimizer.
     """
     on_devices = precision.on_devices(config.precision, mesh.devices.flat)
     if on_devices != config.precision:
@@ -141,6 +145,8 @@ def build_step(
         check(config, on_devices=False)
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
+    if config.runtime.delta_kernel == "pallas":
+        delta_kernel.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(
@@ -567,7 +573,19 @@ def check_kernels(step: TrainStep) -> list[str]:
             num_experts=model.experts.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim
         )
         lines.append(check_mosaic_product(device, **sizes))
+    if config.runtime.delta_kernel == "pallas":
+        lines += _check_recurrence(config.model, device)
     return lines
+
+
+def _check_recurrence(model: ModelConfig, device: jax.Device) -> list[str]:
+    sizes = {}
+    for layer in map(model.of_kind, model.layer_kinds):
+        for kind in (MIXERS[name] for name in layer.mixers):
+            if isinstance(kind, RecurrentKind) and kind.has_kernel:
+                widths = kind.recurrence(layer)
+                sizes[widths.key_dim, widths.value_dim] = None
+    return [check_kernel(device, key_dim=K, value_dim=V) for K, V in sizes]
 
 
 def _check_attention(step: TrainStep, device: jax.Device) -> list[str]:

@@ -142,7 +142,7 @@ class _Problem(NamedTuple):
             return np.inf
 
         actual, expected = jax.device_get(self._compared_rows(ranges, inputs, results))
-        return max(_relative_error(a, b) for a, b in zip(actual, expected, strict=True))
+        return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _compared_rows(self, ranges: KeyRanges, inputs, results):
@@ -262,7 +262,7 @@ def _free_bytes(device: jax.Device) -> int | None:
     return None
 
 
-def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative norm of the error. Infinite unless the same entries are -inf: the lse of fully
     masked rows.
     """

@@ -52,6 +52,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlc.attention.recurrence import kernel
 from jaxlc.attention.state_passing import Affine, product
 
 
@@ -110,6 +111,7 @@ class Rule:
 
     scale: float  # multiplies queries
     corrects: bool = True  # the delta rule; layers have queries and keys of length 1
+    uses_kernel: bool = False  # those of kernel.py, for what they support; see `_has_kernel`
 
 
 class Tokens(NamedTuple):
@@ -143,6 +145,7 @@ class _Chunks(NamedTuple):
     decay: jax.Array
     correction: jax.Array | None  # [..., K, K]
     added: jax.Array  # [..., K, V]
+    from_kernel: bool = False  # a kernel computed them, and computes the recurrence
 
 
 def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
@@ -199,27 +202,31 @@ def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Ar
     Args:
       first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
     """
-    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, dtype)
+    return _recurrence(
+        first, chunks.decay, chunks.correction, chunks.added, dtype, chunks.from_kernel
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _recurrence(first, decay, correction, added, dtype):
-    return _scan_chunks(first, decay, correction, added, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _recurrence(first, decay, correction, added, dtype, by_kernel):
+    return _scan_chunks(first, decay, correction, added, dtype, by_kernel)
 
 
-def _recurrence_forward(first, decay, correction, added, dtype):
-    last, entering = _scan_chunks(first, decay, correction, added, dtype)
+def _recurrence_forward(first, decay, correction, added, dtype, by_kernel):
+    last, entering = _scan_chunks(first, decay, correction, added, dtype, by_kernel)
     return (last, entering), (decay, correction, added, entering)
 
 
-def _recurrence_backward(dtype, residuals, gradients):
+def _recurrence_backward(dtype, by_kernel, residuals, gradients):
     """The gradients of states by a recurrence of the same form, and of its factors for all chunks
     at once.
     """
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
     transposed = decay.swapaxes(-2, -3)
-    dfirst, dleaving = _scan_chunks(dlast, transposed, correction, dentering, dtype, backwards=True)
+    dfirst, dleaving = _scan_chunks(
+        dlast, transposed, correction, dentering, dtype, by_kernel, backwards=True
+    )
     by_state = [
         x.reshape(*x.shape[:3], decay.shape[-2], -1, x.shape[-1]) for x in (dleaving, entering)
     ]
@@ -238,10 +245,12 @@ def _recurrence_backward(dtype, residuals, gradients):
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 
-def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
+def _scan_chunks(first, decay, correction, added, dtype, by_kernel, backwards=False):
     """See `_states`; from the last chunk to the first one, with corrections transposed, if
     `backwards`.
     """
+    if by_kernel:
+        return kernel.scan(first, decay[..., 0, 0, 0], correction, added, dtype, backwards)
     subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
 
     def step(carry, chunk):
@@ -302,7 +311,36 @@ def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array
     return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
+def _has_kernel(tokens: Tokens, rule: Rule) -> bool:
+    """Whether the kernels compute the chunks: with corrections, one gate a head, no prefixes."""
+    is_supported = rule.corrects and tokens.g_BLH.ndim == 3 and tokens.prefixes_BLD is None
+    return rule.uses_kernel and is_supported and jnp.finfo(tokens.q_BLGK.dtype).bits <= 32
+
+
+def _kernel_chunks(tokens: Tokens, rule: Rule) -> _Chunks:
+    """As `_chunks`, by the kernel, whose chunks are shorter."""
+    dtype = tokens.q_BLGK.dtype
+    segments = tokens.segments_BL
+    ends = segments[:, kernel.KERNEL_TOKENS - 1 : -1 : kernel.KERNEL_TOKENS]
+    before = jnp.concatenate([tokens.segment_before_B[:, None], ends], axis=1).T[..., None]
+    is_padding = (segments == 0)[..., None, None]
+    g, beta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (tokens.g_BLH, tokens.beta_BLH))
+    q = jnp.where(is_padding, 0, tokens.q_BLGK * rule.scale)
+    operands = kernel.Operands(q, tokens.k_BLGK, tokens.v_BLHV, _split(g, dtype), beta)
+    factors = kernel.factors(operands, segments, before)
+    return _Chunks(
+        factors.q,
+        factors.out,
+        factors.decay[..., None, None, None],
+        factors.correction,
+        factors.added,
+        True,
+    )
+
+
 def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
+    if _has_kernel(tokens, rule):
+        return _kernel_chunks(tokens, rule)
     num_sequences, num_tokens, num_heads, _ = tokens.v_BLHV.shape
     dtype = tokens.q_BLGK.dtype
     wide = jnp.promote_types(jnp.float32, dtype)

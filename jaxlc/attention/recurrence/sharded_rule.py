@@ -15,9 +15,11 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.attention.kernels import packed_check
 from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, read
 from jaxlc.attention.recurrence.convolution import convolution
@@ -210,6 +212,66 @@ def gated_delta_rule(
 
 def _delta_rule(q, k, v, g, beta, segments_bt, *, rule: Rule, **how) -> jax.Array:
     return recurrence(Tokens(q, k, v, g, beta, None, segments_bt, None), rule, **how)
+
+
+_KERNEL_ADVICE = "set --config.runtime.delta_kernel=xla, and report the GPU and the version of JAX"
+
+
+def check_kernel(device: jax.Device, *, key_dim: int, value_dim: int, dtype=jnp.bfloat16) -> str:
+    """Compares outputs, states and gradients of the kernels with the XLA form: three documents,
+    gates of 0 and of -1000, and padding.
+
+    Returns:
+      A line with the largest error.
+    Raises:
+      UserError: a kernel fails, or a result is wrong.
+    """
+    failure = "the Pallas kernels of the delta rule"
+
+    def results(*arrays, uses_kernel: bool):
+        def run(q, k, v, g, beta, S_BHKV):
+            tokens = Tokens(q, k, v, g, beta, None, *segments)
+            rule = Rule(key_dim**-0.5, uses_kernel=uses_kernel)
+            return chunks.outputs(tokens, S_BHKV, rule)
+
+        out, vjp = jax.vjp(run, *arrays)
+        return *out, *vjp(out)
+
+    with jax.default_device(device):
+        *arrays, segments = _check_tokens(key_dim, value_dim, dtype)
+        calls = [
+            functools.partial(jax.jit(functools.partial(results, uses_kernel=uses)), *arrays)
+            for uses in (True, False)
+        ]
+        actual = packed_check.results_among_nan(calls[0], device, f"{failure} fail", _KERNEL_ADVICE)
+        pairs = zip(actual, calls[1](), strict=True)
+        largest = max(
+            packed_check.relative_error(*(np.asarray(x, np.float32) for x in pair))
+            for pair in pairs
+        )
+    packed_check.check_error(largest, device, f"{failure} are wrong", _KERNEL_ADVICE)
+    return f"kernel     pallas for the delta rule: relative error {largest:.1e} on {device.device_kind}, measured now"
+
+
+def _check_tokens(key_dim: int, value_dim: int, dtype) -> tuple:
+    """(q, k, v, g, beta, a state, (segments, the segment before them)), of two chunks."""
+    num_tokens, num_keys, num_heads = 2 * chunks.CHUNK_TOKENS, 1, 2
+    shape = 1, num_tokens, num_heads
+    keys = jax.random.split(jax.random.key(0), 6)
+    key_shape = (1, num_tokens, num_keys, key_dim)
+    q, k = (jax.random.normal(key, key_shape) for key in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = jax.random.normal(keys[2], (*shape, value_dim))
+    g = -0.3 * jax.nn.softplus(jax.random.normal(keys[3], shape))
+    index_T = jnp.arange(num_tokens)
+    g = jnp.where((index_T % 50 == 20)[:, None], -1000.0, g)
+    beta = jax.nn.sigmoid(jax.random.normal(keys[4], shape))
+    S = jax.random.normal(keys[5], (1, num_heads, key_dim, value_dim))
+    ends = jnp.array([num_tokens // 3, num_tokens // 3 + 7, num_tokens - 9])
+    segments = 1 + jnp.searchsorted(ends, index_T, side="right").astype(jnp.int32)
+    segments = jnp.where(segments == 4, 0, segments)[None]
+    before = jnp.ones(1, jnp.int32)
+    return *(x.astype(dtype) for x in (q, k, v)), g, beta, S, (segments, before)
 
 
 def short_convolution(

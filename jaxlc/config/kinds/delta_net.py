@@ -4,10 +4,18 @@
 Tensors: transformers, models/qwen3_5.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
+from jaxlc.config.kinds.contract import (
+    PROJECTIONS,
+    Layer,
+    LayerTensor,
+    RecurrentKind,
+    RunConfig,
+    conv_tensors,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class DeltaNetKind(RecurrentKind):
     published = _QWEN3_5_9B
     published_model = "Qwen 3.5"
     widths = {name: name for name in published}
+    has_kernel = True
     products_per_token = 3  # the delta rule reads and corrects the state, and the query reads it
     layer_types = {"gated_delta_net": "linear_attention"}
     norm_setting = "delta_net.norm_placement"
@@ -58,6 +67,22 @@ class DeltaNetKind(RecurrentKind):
         delta_step="wb",
         delta_decay="wa",
     )
+
+    def __init__(self):
+        super().__init__()
+        self.only_with += ("runtime.delta_kernel",)
+
+    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
+        yield from super().unsupported(layer, config)
+        sizes = layer.section(DeltaNetConfig)
+        for name in ("key_dim", "value_dim"):
+            size = vars(sizes)[name]
+            is_supported = size >= 16 and size & (size - 1) == 0
+            if config.runtime.delta_kernel == "pallas" and not is_supported:
+                yield (
+                    f"unsupported: config.runtime.delta_kernel='pallas' with config.model.delta_net.{name}={size}"
+                    " (supported: powers of 2 from 16); use --config.runtime.delta_kernel=xla"
+                )
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""

@@ -22,6 +22,7 @@ from jaxlc.attention.recurrence.chunks import Rule
 from jaxlc.attention.state_passing import product
 from jaxlc.config import ModelConfig
 from jaxlc.models.block import Init, RMSNorm
+from jaxlc.models.contract import KindOnMesh
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -48,7 +49,7 @@ class Mamba2(RecurrentMixer):
         self.step_limits = sizes.smallest_step, sizes.largest_step or None
 
     @classmethod
-    def rule(cls, model: ModelConfig) -> Rule:
+    def rule(cls, on: KindOnMesh) -> Rule:
         return Rule(scale=1.0, corrects=False)
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:

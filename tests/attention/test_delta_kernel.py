@@ -1,0 +1,207 @@
+"""The Pallas kernels of the gated delta rule: in an interpreter beside the XLA form, and compiled for an
+absent GPU.
+
+Not tested: their results on a GPU. `sharded_rule.check_kernel` compares those before a run trains.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.attention import gated_delta_rule, natural_order, zigzag_order
+from jaxlc.attention.recurrence import chunks, kernel, sharded_rule
+from jaxlc.attention.recurrence.chunks import Rule, Tokens
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hlo import analyze
+from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.simulate.topology import WITHOUT_GPU, topology
+from jaxlc.step import step as train_step
+from tests.attention.test_delta_rule import (
+    NAMES,
+    SEGMENTS,
+    mesh_of,
+    operands,
+    oracle,
+    values_and_gradients,
+)
+from tests.step.synthetic import HYBRID, KIMI_DELTA, small_config
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(kernel, "KERNEL_TOKENS", 16)
+    monkeypatch.setattr(kernel, "_COLUMNS", 16)
+    monkeypatch.setattr(kernel, "_SCAN_COLUMNS", 16)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@functools.cache
+def _expected():
+    """Of the loop over tokens, in float64."""
+    with jax.enable_x64(True):
+        arrays = [x.astype(jnp.float64) for x in _operands()]
+        results = values_and_gradients(
+            functools.partial(oracle, segments=jnp.asarray(SEGMENTS)), arrays
+        )
+        return [np.asarray(x) for x in results]
+
+
+def _operands():
+    return operands("float32", key_dim=16, value_dim=32)
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_kernels_equal_a_loop_over_tokens(monkeypatch, context):
+    """Documents cross chunks and ranks; there are padding, and gates of 0 and of -1000."""
+    monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 128)
+    monkeypatch.setattr(sharded_rule, "Rule", functools.partial(Rule, uses_kernel=True))
+    order = zigzag_order(512, context)
+
+    def ours(*arrays):
+        out = gated_delta_rule(
+            *(x[:, order] for x in arrays),
+            mesh=mesh_of(context=context),
+            segment_ids=jnp.asarray(SEGMENTS[:, order]),
+            token_order="zigzag",
+        )
+        return out[:, natural_order(order)]
+
+    for name, a, b in zip(NAMES, values_and_gradients(ours, _operands()), _expected(), strict=True):
+        assert max_relative_error(a, b) < FLOAT32_PARITY, name
+
+
+def _weighted(results, weights):
+    return sum((x * w).sum() for x, w in zip(results, weights))
+
+
+def test_kernels_equal_xla_form_with_an_entering_state():
+    """Two sequences, one of which continues a segment; all gradients."""
+    q, k, v, g, beta = (x.reshape(2, 64, *x.shape[2:]) for x in _short())
+    S = jax.random.normal(jax.random.key(5), (2, 4, 16, 32))
+    segments = jnp.asarray(np.repeat([[2, 3, 3, 4], [1, 1, 2, 0]], 16, axis=1).astype(np.int32))
+    arrays = q, k, v, g, beta, S
+
+    def run(arrays, uses_kernel):
+        *tokens, S = arrays
+        tokens = Tokens(*tokens, None, segments, jnp.array([2, 0]))
+        return chunks.outputs(tokens, S, Rule(0.25, uses_kernel=uses_kernel))
+
+    def results(uses_kernel):
+        def loss(arrays):
+            out, last = run(arrays, uses_kernel)
+            weights = (jnp.sin(jnp.arange(x.size)).reshape(x.shape) for x in (out, last))
+            return _weighted((out, last), weights), (out, last)
+
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays))
+
+    for a, b in zip(results(True), results(False), strict=True):
+        assert max_relative_error(a, b) < FLOAT32_PARITY
+
+
+def _short():
+    return operands("float32", num_tokens=128, key_dim=16, value_dim=32)
+
+
+def test_inverse_of_equal_keys_is_accurate():
+    """The product of (I + A^2), (I + A^4), ... has an error of 2e9 here."""
+    A = np.tril(np.ones((64, 64), np.float32), -1)
+    inverse = kernel._inverse(jnp.asarray(A), kernel._Matmul(jnp.float32, interpret=True))
+    exact = np.linalg.inv(np.eye(64) + A.astype(np.float64))
+    assert max_relative_error(inverse, exact) < FLOAT32_PARITY
+
+
+def test_start_check_reports_a_wrong_kernel(monkeypatch):
+    sizes = dict(key_dim=16, value_dim=16, dtype=jnp.float32)
+    device = jax.devices()[0]
+    assert "pallas for the delta rule: relative error" in sharded_rule.check_kernel(device, **sizes)
+    scan = kernel.scan
+    monkeypatch.setattr(kernel, "scan", lambda first, *others: scan(0 * first, *others))
+    with pytest.raises(UserError, match=r"are wrong on .* set --config.runtime.delta_kernel=xla"):
+        sharded_rule.check_kernel(device, **sizes)
+
+
+def test_run_compares_the_kernels_with_the_sizes_of_its_layers(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(train_step, "check_kernel", lambda device, **sizes: sizes)
+    model = HYBRID | dict(delta_key_dim=16, delta_value_dim=32)
+    config = small_config(model=model, runtime=dict(delta_kernel="pallas"))
+    step = SimpleNamespace(config=config, model=None, kernels={})
+    assert train_step.check_kernels(step) == [dict(key_dim=16, value_dim=32)]
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (HYBRID | dict(delta_value_dim=24), "value_dim=24 .supported: powers of 2 from 16.; use"),
+        (KIMI_DELTA, "delta_kernel='pallas' has no effect"),
+    ],
+    ids=["size", "kimi_delta"],
+)
+def test_unsupported_layers_are_refused(model, problem):
+    with pytest.raises(UserError, match=problem):
+        small_config(model=model, runtime=dict(delta_kernel="pallas"))
+
+
+def test_old_gpus_are_refused():
+    class Device:
+        device_kind, compute_capability = "Tesla V100", "7.0"
+
+    with pytest.raises(Unsupported, match="needs GPUs of compute capability 8.0 or higher"):
+        kernel.check_devices([Device()])
+
+
+def _launches_and_bytes(uses_kernel: bool) -> tuple[int, int]:
+    """Of one layer with recomputation, in a program for an H100."""
+    num_tokens, rule = 4096, Rule(128**-0.5, uses_kernel=uses_kernel)
+    mesh = jax.sharding.Mesh(topology("h100:1x1").devices, ("x",))
+    replicated = jax.sharding.PartitionSpec()
+
+    def layer(q, k, v, g, beta, S, segments):
+        def run(q, k, v, g, beta, S):
+            tokens = Tokens(q, k, v, g, beta, None, segments, jnp.zeros(1, jnp.int32))
+            return chunks.outputs(tokens, S, rule)
+
+        out, vjp = jax.vjp(jax.checkpoint(run), q, k, v, g, beta, S)
+        return out, vjp(out)
+
+    def array(dtype, *shape):
+        sharding = jax.sharding.NamedSharding(mesh, replicated)
+        return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
+
+    keys, number = array("bfloat16", num_tokens, 16, 128), array("float32", num_tokens, 32)
+    arrays = keys, keys, array("bfloat16", num_tokens, 32, 128), number, number
+    arrays += array("float32", 32, 128, 128), array("int32", num_tokens)
+    run = jax.shard_map(
+        layer, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
+    )
+    text = jax.jit(run).lower(*arrays).compile(compiler_options=dict(WITHOUT_GPU)).as_text()
+    program = analyze(text)
+    launches = num_bytes = 0
+    fused = {x for c in program for i in c if i.opcode not in ("while", "call") for x in i.called}
+    for computation in program:
+        times = program.execution_counts[computation.name]
+        for instruction in computation:
+            is_kernel = computation.name not in fused and instruction.opcode not in (
+                "while",
+                "call",
+            )
+            if times and is_kernel and (cost := kernel_cost(program, computation, instruction)):
+                launches, num_bytes = launches + times, num_bytes + times * cost.bytes
+    return launches, num_bytes
+
+
+@pytest.mark.full
+@pytest.mark.gpu_compiler
+def test_kernels_need_a_third_of_the_launches_and_bytes(monkeypatch):
+    monkeypatch.undo()
+    launches, num_bytes = zip(*map(_launches_and_bytes, (True, False)))
+    assert 3 * launches[0] < launches[1]
+    assert 3 * num_bytes[0] < num_bytes[1]
