@@ -11,12 +11,9 @@ from pathlib import Path
 # In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its
 # version and the program.
 _CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
-FAST_JAX = {
+CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(_CACHE_DIR),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    # Programs have no lines of the source code, which take a tenth of the CPU time of a test that compiles. Errors
-    # still have theirs.
-    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
 }
 
 # Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
@@ -41,8 +38,5 @@ def for_user(**variables: str) -> dict[str, str]:
     # XLA writes errors about its own files when it loads a program of the cache
     # (jaxlc/runtime/compilation_cache.py).
     return (
-        environment
-        | FAST_JAX
-        | dict(XLA_FLAGS=FAST_COMPILATION, TF_CPP_MIN_LOG_LEVEL="3")
-        | variables
+        environment | CACHE | dict(XLA_FLAGS=FAST_COMPILATION, TF_CPP_MIN_LOG_LEVEL="3") | variables
     )
