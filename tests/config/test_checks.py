@@ -318,6 +318,7 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             dict(model=DELTA_NET, posttrain=REFERENCE),
             "reference='model' with gated_delta_net layers",
         ),
+        (dict(profile=dict(tool="nsys")), "tool='nsys' has no effect without config.profile.steps"),
     ],
 )
 def test_check_contradiction_between_sections_raises(sections, words):

@@ -608,6 +608,9 @@ def _runtime_problems(config: Config) -> Iterator[str]:
 
 def _profile_problems(config: Config) -> Iterator[str]:
     steps = config.profile.steps
+    if not steps:
+        reason = "without config.profile.steps; set it, or remove this"
+        yield from without_effect("profile", config.profile, ("tool", "processes"), reason)
     match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", steps)
     if steps and (match is None or int(match[1]) >= int(match[2])):
         yield f"invalid value {steps!r} for config.profile.steps: expected FIRST:END, such as 10:13 for steps 10 to 12"
