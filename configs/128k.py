@@ -23,6 +23,6 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.seq_len = 131_072
     config.train.update(global_batch_size=32, gradient_accumulation_steps=32)
     if variant != "70b":
-        config.mesh.tensor = 2
+        config.mesh.update(fsdp=1, context=8, tensor=2)
         config.runtime.topology = "h100:2x8" if variant == "h100" else "gb200:1x16"
     return config

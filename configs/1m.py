@@ -26,7 +26,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.seq_len = 1_048_576
     config.train.gradient_accumulation_steps = 4
     if variant != "70b":
-        config.mesh.update(fsdp=2, tensor=4)
+        config.mesh.update(fsdp=2, context=8, tensor=4)
         config.runtime.topology = "h100:8x8" if variant == "h100" else "gb200:1x64"
         config.train.gradient_accumulation_steps = 2
     return config

@@ -31,7 +31,7 @@ def get_config(variant: str = "") -> ConfigDict:
         config.runtime.update(topology="gb200:1x64", nvshmem_heap_bytes=2 * 2**30)
         config.train.update(gradient_accumulation_steps=1, eval_sequences=16)
     elif variant == "h100":  # 8 nodes of 8: each node is a ring
-        config.mesh.fsdp = 8
+        config.mesh.update(fsdp=8, context=8)
         config.runtime.topology = "h100:8x8"
         config.train.update(gradient_accumulation_steps=2, eval_sequences=8)
     return config
