@@ -20,8 +20,15 @@ from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.sampling import Sampling
-from jaxlc.posttrain.agents import FAILED, Agents, Request, Turn, seed_of, write_rewarded
-from jaxlc.posttrain.rewards import in_background
+from jaxlc.posttrain.agents import (
+    FAILED,
+    Agents,
+    Request,
+    Turn,
+    in_background,
+    seed_of,
+    write_rewarded,
+)
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.server import open_teacher
 from jaxlc.runtime.watchdog import on_process_0

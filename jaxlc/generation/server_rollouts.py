@@ -26,8 +26,7 @@ from jaxlc.generation.policy_rollouts import Records, RolloutMaker, prompts_of_s
 from jaxlc.hf.adapters import WEIGHTS_FILE, Params, write_adapters
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, lora
-from jaxlc.posttrain.agents import seed_of, write_rewarded
-from jaxlc.posttrain.rewards import in_background
+from jaxlc.posttrain.agents import in_background, seed_of, write_rewarded
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.server import Server
 from jaxlc.runtime.watchdog import on_process_0

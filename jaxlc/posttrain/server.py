@@ -23,9 +23,8 @@ from jaxlc.core.interrupts import in_thread
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.agents import FAILED, SamplerError, Teacher, Turn
+from jaxlc.posttrain.agents import FAILED, SamplerError, Teacher, Turn, in_background
 from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
-from jaxlc.posttrain.rewards import in_background
 from jaxlc.runtime.watchdog import on_process_0
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too

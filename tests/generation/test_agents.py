@@ -13,8 +13,7 @@ from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.policy_rollouts import _Rounds
-from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, write_rewarded
-from jaxlc.posttrain.rewards import in_background
+from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, in_background, write_rewarded
 from jaxlc.posttrain.traces import Prompt, open_traces
 from jaxlc.posttrain.trees import groups_of
 from tests.data.chat_styles import STYLES, write_tokenizer

@@ -29,7 +29,7 @@ from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.policy_rollouts import PolicyRollouts
-from jaxlc.posttrain.rewards import Answer, rewards_of
+from jaxlc.posttrain.agents import Answer, rewards_of
 from jaxlc.posttrain.traces import open_prompts, open_traces
 from scripts import kill_drill
 from scripts.stand_in_server import StandIn
