@@ -46,7 +46,8 @@ class PosttrainConfig:
     # the reference model of dpo, kto, apo_zero_unpaired and kl. record: its log-probabilities are in the field
     # reference_log_probs of the records. base: the model without the adapters of LoRA, which takes one more forward
     # pass, but no other weights. model: that of reference_model, whose weights are in pinned host memory; one more
-    # forward pass. auto: record if data.traces have the field, else base with LoRA, else model.
+    # forward pass. auto: record if the first record of a file of data.traces has the field, else base with LoRA, else
+    # model.
     reference: Literal["auto", "record", "base", "model"] = "auto"
     # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
     # settings. Empty: model.init_from.

@@ -19,6 +19,7 @@ from jaxlc.config.values import (
     From0Below1,
     From0UpTo1,
     From1,
+    From1To12,
     FromMinus1,
     Levels,
     Tokens,
@@ -419,7 +420,7 @@ class EvalSettings:
     num_examples: From1[int] = 20
     # needle, passkey: from 0 (start) to 1 (end of the text)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    num_needles: From1[int] = 1  # needle: numbers in a text, of which one is asked for
+    num_needles: From1To12[int] = 1  # needle: numbers in a text, of which one is asked for
     # files with prose that fills the prompts, separated by commas. Empty: docstrings of Python's
     # standard library.
     haystack: tuple[str, ...] = ()

@@ -112,7 +112,6 @@ def needle_example(
     Raises:
       UserError: the length is too small.
     """
-    assert 1 <= num_needles <= len(_NAMES), num_needles
 
     def make(size: int) -> Example:
         rng = random.Random(f"{seed} {length} {depth} {index}")

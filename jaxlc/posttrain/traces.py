@@ -407,8 +407,8 @@ def _check_log_probs(
 
 
 def with_reference(config: Config) -> Config:
-    """The config with the meaning of posttrain.reference=auto: record if the first record of
-    config.data.traces has the field, or no other reference is set.
+    """The config with the meaning of posttrain.reference=auto: record if the first record of a
+    file of config.data.traces has the field, or no other reference is set.
 
     Raises:
       UserError: the meaning contradicts other settings.
@@ -429,12 +429,16 @@ def with_reference(config: Config) -> Config:
 
 
 def _has_reference(sources: Sequence[str]) -> bool:
-    """Whether the first record has log-probabilities of a reference; False if there are no files."""
+    """Whether the first record of a file has log-probabilities of a reference; False if there are no
+    files.
+    """
     with contextlib.suppress(UserError):
         for file in list_files(sources, _SETTING).files if sources else ():
             for record in records_of(file.path, ("reference_log_probs",)):
                 values = record.values
-                return isinstance(values, Mapping) and "reference_log_probs" in values
+                if isinstance(values, Mapping) and "reference_log_probs" in values:
+                    return True
+                break
     return False
 
 

@@ -174,11 +174,13 @@ def test_invalid_teacher_raises(tmp_path, fields, message):
     ],
 )
 def test_reference_auto_means_the_first_that_exists(tmp_path, loss, recorded, sections, meaning):
-    path, config = tmp_path / "traces.jsonl", defaults()
+    config = defaults()
     pair = dict(prompt="ab", chosen="c", rejected="d")
     values = dict(chosen=[-1, -1], rejected=[-1, -1])
-    path.write_text(json.dumps(pair | (dict(reference_log_probs=values) if recorded else {})))
-    config.data.traces = str(path)
+    last = pair | (dict(reference_log_probs=values) if recorded else {})
+    for name, record in (("a.jsonl", pair), ("b.jsonl", last)):
+        (tmp_path / name).write_text(json.dumps(record))
+    config.data.traces = str(tmp_path / "*.jsonl")
     config.attention.shared_prefixes = 1
     for section, fields in dict(sections, train=dict(trainable=())).items():
         config[section].update(fields)
