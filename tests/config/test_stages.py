@@ -242,6 +242,10 @@ def test_command_line_overrides_settings_of_one_stage(tmp_path):
         ),
         ("--stage=c", "unknown --stage=c: expected one of a, b"),
         ("--config.evals.every_steps=2", "every_steps=2 has no effect without config.evals.tasks"),
+        (
+            "--config.evals.num_examples=9",
+            "num_examples=9 has no effect without config.evals.tasks",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             parse(["jaxlc", f"--config={path}", argument], flags=StageFlags)

@@ -114,7 +114,10 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
             dict(num_examples=0),
             "invalid value 0 for config.evals.num_examples: expected at least 1",
         ),
-        (dict(num_needles=13), "invalid value 13 for config.evals.num_needles: expected from 1 to 12"),
+        (
+            dict(num_needles=13),
+            "invalid value 13 for config.evals.num_needles: expected from 1 to 12",
+        ),
         (dict(seed=-1), "invalid value -1 for config.evals.seed: expected at least 0"),
         (dict(tasks=("loss",)), "the task loss needs documents"),
         (

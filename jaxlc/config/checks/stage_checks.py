@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxlc.config.checks.layer_checks import without_effect
 from jaxlc.config.frozen import RUN_LENGTHS, Config, Stage, StageConfig, merged_settings
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
 from jaxlc.config.values import invalid_value, range_problems, typed
@@ -198,9 +199,10 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
             if name not in names:
                 known = did_you_mean(name, names) if names else "no evals.tasks"
                 yield f"config.stages.{stage.name}.min_scores: no score {name!r} in this stage: {known}"
-    every_steps = max(stage.config.evals.every_steps for stage in stages)
-    if every_steps and not any(stage.config.evals.tasks for stage in stages):
-        yield f"config.evals.every_steps={every_steps} has no effect without config.evals.tasks; set tasks"
+    if not any(stage.config.evals.tasks for stage in stages):
+        for evals in dict.fromkeys(stage.config.evals for stage in stages):
+            reason = "without config.evals.tasks; set tasks"
+            yield from without_effect("evals", evals, vars(evals), reason)
     is_known = not first.train.epochs
     if is_known and first.profile.steps and first.profile.traced_steps[0] > last_step:
         yield (
