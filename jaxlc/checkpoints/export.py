@@ -120,7 +120,7 @@ def write_text_files(
     elif set(stop_ids) <= set(known):
         stop_ids = []
     if stop_ids and (template is not None or (target / GENERATION_FILE).is_file()):
-        # transformers ignores those of config.json if there is a generation_config.json
+        # with a generation_config.json, transformers ignores the token ids in config.json
         content = {} if source is None else source.config_json()
         names = [x for x in ("bos_token_id", "pad_token_id") if content.get(x) is not None]
         settings = _read(target / GENERATION_FILE) or {name: content[name] for name in names}

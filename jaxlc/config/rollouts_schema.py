@@ -45,7 +45,7 @@ class PosttrainConfig:
     kl: float = 0.0  # policy losses: weight of the KL divergence from the reference (k3)
     # the reference model of dpo, kto, apo_zero_unpaired and kl. record: its log-probabilities are in the field
     # reference_log_probs of the records. base: the model without the adapters of LoRA, which takes one more forward
-    # pass, but no other weights. model: that of reference_model, whose weights are in pinned host memory; one more
+    # pass, but no other weights. model: reference_model, whose weights are in pinned host memory; one more
     # forward pass. auto: record if the first record of a file of data.traces has the field, else base with LoRA, else
     # model.
     reference: Literal["auto", "record", "base", "model"] = "auto"

@@ -289,8 +289,8 @@ class StoreOpener:
         tokenizer = self.inputs.tokenizer
         vocab_size = self.inputs.vocab_size
         store = open_store(files, self.config, fields, tokenizer, self.progress, self.inputs.log)
-        # A tokenizer may have tokens that the model lacks, such as that of images; so all tokens are
-        # read in this case only.
+        # A tokenizer may have tokens that the model lacks, such as a token for images. All tokens
+        # are read in this case only.
         num_tokens = len(store.tokens) if tokenizer.vocab_size > vocab_size else 0
         for start in range(0, num_tokens, _CHECKED_TOKENS):
             tokens = store.tokens[start : start + _CHECKED_TOKENS]

@@ -272,7 +272,7 @@ def losses_of(
     token_losses: TokenLosses,
     predictions: Predictions,
 ) -> DocumentLosses:
-    """The losses of documents of equal length; those of `predictions` are not computed again.
+    """The losses of documents of equal length. What `predictions` has is not computed again.
 
     Limited context: the model gets the last tokens and the `limit` tokens before them. A limit that
     is not smaller than the number of tokens before the last ones limits nothing, and is not used.

@@ -8,6 +8,7 @@ repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording
 """
 
 import bisect
+import functools
 import itertools
 import math
 import random
@@ -417,12 +418,16 @@ class TrainingScorer:
         out = workdir / "evals"
         config = self._step.config
         self._model.params = params = jax.tree.map(_strongly_typed, params)
-        if set(self._settings.tasks) != {LOSS}:
+
+        @functools.cache  # losses need no copy of the parameters
+        def generator() -> Generator:
             self._generator.set_params(params)
+            return self._generator
+
         evaluated = EvaluatedModel(
             model=self._model,
             encode=self._encode,
-            generator=lambda: self._generator,
+            generator=generator,
             stops=stops_of(
                 config,
                 self._encode.tokenizer,

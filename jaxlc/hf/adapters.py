@@ -315,7 +315,7 @@ def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, 
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     named = {}
     for path, layout in layouts.items():
-        # Released files of MiniMax-M2 have another name for routers, and its alias is that of
+        # Released files of MiniMax-M2 have another name for routers; the alias is the name in
         # transformers.
         name = (layout.tensor.alias or layout.tensor).name
         tensor = replace(layout.tensor, name=family.with_prefix(name, prefix))
@@ -342,13 +342,12 @@ class _Module:
     """What `peft` gives one adapter: a module, or a parameter of transformers with the weights of
     all experts.
 
-    Queries, keys and values of linear attention may be one module, whose adapter is that of all
-    three.
+    Queries, keys and values of linear attention may be one module with one adapter.
     """
 
     end: str  # of its name, which selects it in all layers
     names: list[str]  # of the module with the adapter, by layer
-    # Path of each projection with adapters -> its outputs among those of the module.
+    # Path of each projection with adapters -> its columns among the outputs of the module.
     columns: dict[str, np.ndarray]
     num_outputs: int
     is_expert: bool = False
@@ -390,7 +389,7 @@ def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Mo
             raise Unsupported(
                 f"unsupported: adapters for peft of {first.tensor.name}; export without --adapters"
             )
-        # The module of the last parameter contains that of the one before it.
+        # peft wraps the module of one parameter in the module of the next one.
         is_inner = param != _LAST_PARAM and (stack, _LAST_PARAM) in parts_of_experts
         name = f"{stem}{_EXPERTS}{'.base_layer' if is_inner else ''}"
         columns = {}

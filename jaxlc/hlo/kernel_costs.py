@@ -137,8 +137,8 @@ def _products(
 
 
 def _recurrence_products(computation: Computation, call: Instruction) -> Iterator[Product]:
-    """Those of the kernels of `attention.recurrence.kernel`, as products of tokens of a chunk with
-    as many multiplications. Exact ones are counted as float32, as in the XLA form."""
+    """The products in a kernel of `attention.recurrence.kernel`: products [C, C] of the tokens of a
+    chunk, with as many multiplications in all. Exact ones count as float32, as in the XLA form."""
     kernel = delta_kernel(call)
     if kernel is None:
         return
@@ -153,7 +153,8 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
     columns = key_dim + added.dims[-1]
     inverse = 2 * (C.bit_length() - 2) * C
     # products of [C, C] and [C, columns], and of [C, K] and [K, columns], in units of the former
-    narrow, exact = 2 * key_dim + columns + key_dim * columns // C, inverse + columns
+    narrow = 2 * key_dim + columns + key_dim * columns // C
+    exact = inverse + columns
     # the gradient computes the forward again, and two products for each of it
     batch = math.prod(chunks) * (1 if is_forward else 3)
     yield Product("bf16", C, C, narrow, batch)

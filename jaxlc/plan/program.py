@@ -198,9 +198,8 @@ def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
     """What the pools of pinned host memory grow to on a node, with those for staging buffers; see
     generate_text.py.
     """
-    gpus_per_node = min(gpus.gpus_per_node, gpus.gpus_per_domain)
-    num_processes = gpus_per_node // gpus.devices_per_process
-    return runtime_memory.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)
+    num_processes = gpus.used_gpus_per_node // gpus.devices_per_process
+    return runtime_memory.pools_per_node_bytes(pool_bytes, gpus.used_gpus_per_node, num_processes)
 
 
 def unified_host_bytes(
@@ -447,7 +446,7 @@ def _memory_of(compiled: StepProgram) -> Memory:
     host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
     if step.reference is not None:
         host_bytes += bytes_per_device(step.reference.abstract_state.params)
-    gpus_per_node = min(gpus.gpus_per_node, gpus.gpus_per_domain)
+    gpus_per_node = gpus.used_gpus_per_node
     host_bytes_per_node = host_bytes * gpus_per_node
     state = step.abstract_state
     spaces = step.memory_spaces

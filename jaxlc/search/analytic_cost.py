@@ -149,7 +149,7 @@ class Layout:
         self.layer_seconds = functools.cache(self._layer_seconds)
 
     def estimate(self, memory: MemoryConfig) -> Estimate:
-        gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.gpus_per_domain)
+        gpus_per_node = self.gpus.used_gpus_per_node
         config = dataclasses.replace(self.config, memory=memory)
         pinned, staging_bytes = (
             pinned_bytes(config, self.state),

@@ -62,7 +62,7 @@ _CHIPS = {
 class _Node(NamedTuple):
     """A host and all of its GPUs, also if only some of them are used."""
 
-    num_gpus: int  # 0: those of a domain, and as often the memory
+    num_gpus: int  # 0: as many as a domain has; `memory_bytes` is then for each GPU
     memory_bytes: int
     domain_size: int  # GPUs of a full NVLink domain
 
@@ -98,6 +98,11 @@ class Topology:
     @property
     def num_gpus(self) -> int:
         return self.num_domains * self.gpus_per_domain
+
+    @property
+    def used_gpus_per_node(self) -> int:
+        """Fewer than a node has if a domain is a part of one."""
+        return min(self.gpus_per_node, self.gpus_per_domain)
 
     @functools.cached_property
     def devices(self) -> list[jax.Device]:

@@ -134,7 +134,7 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
             (),
             "stage short: config.evals: unknown task 'neddle': did you mean needle",
         ),
-        (dict(tasks=()), (), "has no effect without config.evals.tasks"),
+        (dict(tasks=()), (), r"lengths=\(512,\) has no effect without config.evals.tasks"),
         (dict(depths=(2.0,)), (), "config.evals: invalid depths"),
         (
             {},

@@ -111,7 +111,7 @@ class Rule:
 
     scale: float  # multiplies queries
     corrects: bool = True  # the delta rule; layers have queries and keys of length 1
-    uses_kernel: bool = False  # those of kernel.py, for what they support; see `_has_kernel`
+    uses_kernel: bool = False  # kernel.py computes what it supports, see `_has_kernel`
 
 
 class Tokens(NamedTuple):

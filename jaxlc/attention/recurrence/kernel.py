@@ -370,7 +370,7 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _sum_of_heads(dx_BLHK: jax.Array, x_BLGK: jax.Array) -> jax.Array:
-    """The gradient of each key head, from those of the value heads that it serves."""
+    """The gradient of each key head: a sum over its value heads."""
     by_key_head = dx_BLHK.reshape(*x_BLGK.shape[:3], -1, x_BLGK.shape[3])
     return by_key_head.sum(3).astype(x_BLGK.dtype)
 
@@ -447,8 +447,8 @@ def _scan_kernel(
 
 
 def _call(kernel: Callable, operands: tuple, *, num_warps: int, **options: Any) -> Any:
-    """Runs `kernel` compiled, or interpreted on a CPU. It gets references to the operands and a
-    tuple of those to the results."""
+    """Runs `kernel` compiled, or interpreted on a CPU. It gets references to the operands, and
+    a tuple of references to the results."""
     from jax.experimental.pallas import triton  # see kernels/pallas.py
 
     def run(interpret: bool):

@@ -285,7 +285,7 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
     published: Mapping[str, int]  # the required sizes, with the values of a published model
     published_model: str
     products_per_token: int  # of a head with its state [K, V]
-    has_kernel = False  # that of runtime.delta_kernel=pallas
+    has_kernel = False  # runtime.delta_kernel=pallas applies to it
     # delta_states: the state that enters each part of a sequence.
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
 

@@ -72,7 +72,7 @@ def rope_settings(
     if _has_no_rope(kinds):  # these have no effect
         theta = float(config.get(_THETA) or _theta({}, family))
         return {**DEFAULTS, "rope.theta": theta, "rope.fraction": 1.0, "rope.scaling": "none"}
-    if config.get(_PARTIAL, 1) is None:  # the default of the family is that of an absent field
+    if config.get(_PARTIAL, 1) is None:  # null is 1; only an absent field has the family's default
         config = {**config, _PARTIAL: 1.0}
     if _ORIGINAL in family.defaults:
         config = {_ORIGINAL: family.defaults[_ORIGINAL], **config}
