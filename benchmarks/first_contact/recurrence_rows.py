@@ -11,7 +11,7 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
-from jaxlc.attention.recurrence.sharded_rule import check_kernel
+from jaxlc.attention.recurrence.sharded_rule import check_kernel, random_tokens
 
 _KERNELS = "xla", "pallas"
 
@@ -44,14 +44,7 @@ def _check(sizes: Sizes) -> dict:
 def _arrays(sizes: Sizes, num_tokens: int) -> tuple[jax.Array, ...]:
     """q, k, v, g, beta and a state."""
     _, key_heads, heads, dim = sizes.recurrence
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, k = (jax.random.normal(key, (1, num_tokens, key_heads, dim)) for key in keys[:2])
-    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = jax.random.normal(keys[2], (1, num_tokens, heads, dim))
-    g = -0.3 * jax.nn.softplus(jax.random.normal(keys[3], v.shape[:3]))
-    beta = jax.nn.sigmoid(jax.random.normal(keys[4], v.shape[:3]))
-    tokens = (x.astype(sizes.dtype) for x in (q, k, v))
-    return *tokens, g, beta, jnp.zeros((1, heads, dim, dim))
+    return random_tokens(num_tokens, key_heads, heads, dim, dim, sizes.dtype)
 
 
 def _outputs(q, k, v, g, beta, S, *, kernel: str) -> jax.Array:

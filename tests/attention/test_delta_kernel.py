@@ -138,16 +138,22 @@ def test_run_compares_the_kernels_with_the_sizes_of_its_layers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "problem"),
+    ("model", "num_levels", "problem"),
     [
-        (HYBRID | dict(delta_value_dim=24), "value_dim=24 .supported: powers of 2 from 16.; use"),
-        (KIMI_DELTA, "delta_kernel='pallas' has no effect"),
+        (
+            HYBRID | dict(delta_value_dim=24),
+            0,
+            "value_dim=24 .supported: powers of 2 from 16.; use",
+        ),
+        (HYBRID, 1, "with config.attention.shared_prefixes=1; use"),
+        (KIMI_DELTA, 0, "delta_kernel='pallas' has no effect"),
     ],
-    ids=["size", "kimi_delta"],
+    ids=["size", "prefixes", "kimi_delta"],
 )
-def test_unsupported_layers_are_refused(model, problem):
+def test_unsupported_layers_are_refused(model, num_levels, problem):
+    sections = dict(runtime=dict(delta_kernel="pallas"), attention=dict(shared_prefixes=num_levels))
     with pytest.raises(UserError, match=problem):
-        small_config(model=model, runtime=dict(delta_kernel="pallas"))
+        small_config(model=model, **sections)
 
 
 def test_old_gpus_are_refused():

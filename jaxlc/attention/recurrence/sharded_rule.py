@@ -237,8 +237,16 @@ def check_kernel(device: jax.Device, *, key_dim: int, value_dim: int, dtype=jnp.
         out, vjp = jax.vjp(run, *arrays)
         return *out, *vjp(out)
 
+    num_tokens = 2 * chunks.CHUNK_TOKENS
+    index_T = jnp.arange(num_tokens)
+    ends = jnp.array([num_tokens // 3, num_tokens // 3 + 7, num_tokens - 9])
+    segments_T = 1 + jnp.searchsorted(ends, index_T, side="right").astype(jnp.int32)
+    segments = jnp.where(segments_T == 4, 0, segments_T)[None], jnp.ones(1, jnp.int32)
+
     with jax.default_device(device):
-        *arrays, segments = _check_tokens(key_dim, value_dim, dtype)
+        q, k, v, g, *others = random_tokens(num_tokens, 1, 2, key_dim, value_dim, dtype)
+        g = jnp.where((index_T % 50 == 20)[:, None], -1000.0, g)
+        arrays = q, k, v, g, *others
         calls = [
             functools.partial(jax.jit(functools.partial(results, uses_kernel=uses)), *arrays)
             for uses in (True, False)
@@ -253,25 +261,20 @@ def check_kernel(device: jax.Device, *, key_dim: int, value_dim: int, dtype=jnp.
     return f"kernel     pallas for the delta rule: relative error {largest:.1e} on {device.device_kind}, measured now"
 
 
-def _check_tokens(key_dim: int, value_dim: int, dtype) -> tuple:
-    """(q, k, v, g, beta, a state, (segments, the segment before them)), of two chunks."""
-    num_tokens, num_keys, num_heads = 2 * chunks.CHUNK_TOKENS, 1, 2
+def random_tokens(
+    num_tokens: int, key_heads: int, num_heads: int, key_dim: int, value_dim: int, dtype
+) -> tuple[jax.Array, ...]:
+    """q, k, v, g, beta, and a state, for `chunks.outputs`."""
     shape = 1, num_tokens, num_heads
     keys = jax.random.split(jax.random.key(0), 6)
-    key_shape = (1, num_tokens, num_keys, key_dim)
+    key_shape = (1, num_tokens, key_heads, key_dim)
     q, k = (jax.random.normal(key, key_shape) for key in keys[:2])
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = jax.random.normal(keys[2], (*shape, value_dim))
     g = -0.3 * jax.nn.softplus(jax.random.normal(keys[3], shape))
-    index_T = jnp.arange(num_tokens)
-    g = jnp.where((index_T % 50 == 20)[:, None], -1000.0, g)
     beta = jax.nn.sigmoid(jax.random.normal(keys[4], shape))
     S = jax.random.normal(keys[5], (1, num_heads, key_dim, value_dim))
-    ends = jnp.array([num_tokens // 3, num_tokens // 3 + 7, num_tokens - 9])
-    segments = 1 + jnp.searchsorted(ends, index_T, side="right").astype(jnp.int32)
-    segments = jnp.where(segments == 4, 0, segments)[None]
-    before = jnp.ones(1, jnp.int32)
-    return *(x.astype(dtype) for x in (q, k, v)), g, beta, S, (segments, before)
+    return *(x.astype(dtype) for x in (q, k, v)), g, beta, S
 
 
 def short_convolution(

@@ -74,15 +74,22 @@ class DeltaNetKind(RecurrentKind):
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         yield from super().unsupported(layer, config)
-        sizes = layer.section(DeltaNetConfig)
+        if config.runtime.delta_kernel == "xla":
+            return
+        problems = []
+        if num_levels := config.attention.shared_prefixes:
+            problems.append(f"config.attention.shared_prefixes={num_levels}")
         for name in ("key_dim", "value_dim"):
-            size = vars(sizes)[name]
-            is_supported = size >= 16 and size & (size - 1) == 0
-            if config.runtime.delta_kernel == "pallas" and not is_supported:
-                yield (
-                    f"unsupported: config.runtime.delta_kernel='pallas' with config.model.delta_net.{name}={size}"
-                    " (supported: powers of 2 from 16); use --config.runtime.delta_kernel=xla"
+            size = vars(layer.section(DeltaNetConfig))[name]
+            if size < 16 or size & (size - 1):
+                problems.append(
+                    f"config.model.delta_net.{name}={size} (supported: powers of 2 from 16)"
                 )
+        for problem in problems:
+            yield (
+                f"unsupported: config.runtime.delta_kernel='pallas' with {problem}; use"
+                " --config.runtime.delta_kernel=xla"
+            )
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""
