@@ -434,7 +434,7 @@ def _tensors(
     """The name and content of each tensor.
 
     Of experts, lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B
-    [out, rank experts] those of all experts in turn. Each projection has its own ranks and outputs.
+    [out, rank experts] the ranks of all experts in turn. Each projection has its own ranks and outputs.
     """
     rank = config.lora.rank
     for module in modules:

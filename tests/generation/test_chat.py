@@ -52,7 +52,7 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model, monkeypatch
     # the last token of an answer is not in the cache
     assert second.tokens.tolist() == expected and conversation.num_prefilled == 9 + 1
     # a rewritten history: from its first difference, or from the state before it
-    # The length is that of `more`, so that `fresh` compiles nothing.
+    # As long as `more`, so that `fresh` compiles nothing.
     other = np.concatenate([ids, np.arange(46, 60)]).astype(np.int32)
     rewritten = conversation.answer(other)
     assert rewritten.tokens.tolist() == fresh(other)

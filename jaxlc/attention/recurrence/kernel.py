@@ -71,8 +71,9 @@ class _Matmul(NamedTuple):
         """a b, of factors that are rounded to `dtype`."""
         if self.dtype == jnp.float32:
             return self.exact(a, b)
-        a, b = a.astype(self.dtype), b.astype(self.dtype)
-        return lax.dot(a, b, preferred_element_type=jnp.float32)
+        return lax.dot(
+            a.astype(self.dtype), b.astype(self.dtype), preferred_element_type=jnp.float32
+        )
 
     def exact(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """a b as precise as with float32 factors: each is a sum of three of bfloat16."""
@@ -85,7 +86,8 @@ class _Matmul(NamedTuple):
 
 def _parts(x: jax.Array) -> list[jax.Array]:
     """Three arrays of bfloat16, whose sum is x to the precision of float32."""
-    x, parts = x.astype(jnp.float32), []
+    x = x.astype(jnp.float32)
+    parts = []
     for _ in range(3):
         parts.append(x.astype(jnp.bfloat16))
         x -= parts[-1].astype(jnp.float32)
@@ -128,7 +130,7 @@ def _gates(g_ref, segments_ref, before_ref) -> _Gates:
     rows, columns = _indices(segments_C.shape[0])
     visible = (rows >= columns) & (segments_C[:, None] == segments_C[None, :])
     in_last = segments_C == last
-    between, until_end, since_start, total = 0.0, 0.0, 0.0, 0.0
+    between = until_end = since_start = total = 0.0
     for term in range(g_ref.shape[0]):
         g = g_ref[term]
         G = jnp.sum(jnp.where(visible, g[None, :], 0.0), axis=1)
@@ -156,7 +158,9 @@ def _corrected(kk: jax.Array, gates: _Gates, beta: jax.Array) -> jax.Array:
 
 def _shared(x: Operands, segments_ref, before_ref, matmul: _Matmul) -> tuple:
     """What both kernels compute: (gates, beta, k, scores, inverse of I + A)."""
-    gates, beta, k = _gates(x.g, segments_ref, before_ref), x.beta[...], x.k[...]
+    gates = _gates(x.g, segments_ref, before_ref)
+    beta = x.beta[...]
+    k = x.k[...]
     scores = matmul.narrow(x.q[...], k.T) * gates.decays
     return gates, beta, k, scores, _inverse(_corrected(matmul.narrow(k, k.T), gates, beta), matmul)
 
@@ -202,10 +206,10 @@ def _gradients_kernel(
     dx = Operands(*results)
     matmul = _Matmul(x.q.dtype, interpret)
     gates, beta, k, scores, inverse = _shared(x, segments_ref, before_ref, matmul)
-    since_start, until_end = gates.since_start, gates.until_end
-    kept = (k * until_end[:, None]).astype(k.dtype)
+    since_start = gates.since_start
+    kept = (k * gates.until_end[:, None]).astype(k.dtype)
 
-    def of_solved(dsolved, right, dinverse):
+    def solve_gradients(dsolved, right, dinverse):
         """The gradients of the right side and of the inverse."""
         dinverse += matmul.exact(dsolved, right.T)
         return matmul.exact(inverse.T, dsolved), dinverse
@@ -214,11 +218,12 @@ def _gradients_kernel(
         v = x.v[:, columns].astype(jnp.float32)
         right = v * beta[:, None]
         u = matmul.exact(inverse, right)
-        dout, dadded = gradients.out[:, columns], gradients.added[:, columns]
+        dout = gradients.out[:, columns]
+        dadded = gradients.added[:, columns]
         dscores += matmul.narrow(dout, u.T)
         dkept += matmul.narrow(u, dadded.T)
         du = matmul.narrow(scores.T, dout) + matmul.narrow(kept, dadded)
-        dright, dinverse = of_solved(du, right, dinverse)
+        dright, dinverse = solve_gradients(du, right, dinverse)
         dx.v[:, columns] = (dright * beta[:, None]).astype(k.dtype)
         return dscores, dinverse, dkept, dbeta + jnp.sum(dright * v, axis=1)
 
@@ -232,33 +237,32 @@ def _gradients_kernel(
         dcorrection = gradients.correction[:, columns]
         dscores -= matmul.narrow(dq, w.T)
         dkept += matmul.narrow(w, dcorrection.T)
-        dright, dinverse = of_solved(of_w(dq, dcorrection), right, dinverse)
+        dright, dinverse = solve_gradients(w_gradient(dq, dcorrection), right, dinverse)
         dfactor = jnp.sum(dright * k_columns, axis=1)
         return dscores, dinverse, dkept, dbeta + dfactor * since_start, dsince + dfactor * beta
 
-    def of_w(dq, dcorrection):
+    def w_gradient(dq, dcorrection):
         return matmul.narrow(kept, dcorrection) - matmul.narrow(scores.T, dq)
 
-    square, zero = jnp.zeros_like(scores), jnp.zeros_like(beta)
+    square = jnp.zeros_like(scores)
+    zero = jnp.zeros_like(beta)
     carry = square, square, jnp.zeros(k.shape, jnp.float32), zero
     *carry, dbeta = _over_columns(x.v.shape[1], add, carry)
     carry = _over_columns(k.shape[1], correct, (*carry, dbeta, zero))
     dscores, dinverse, dkept, dbeta, dsince = carry
     # Results are written once, with all columns: Triton orders no loads after stores.
-    q, dq = x.q[...], gradients.q[...].astype(jnp.float32)
+    dq = gradients.q[...].astype(jnp.float32)
     dproducts = dscores * gates.decays
-    dbetween = dproducts * matmul.narrow(q, k.T)
+    dbetween = dproducts * matmul.narrow(x.q[...], k.T)
     dx.q[...] = dq * since_start[:, None] + matmul.narrow(dproducts, k)
     duntil = jnp.sum(dkept * k, axis=1)
-    dk = dkept * until_end[:, None] + matmul.narrow(dproducts.T, q)
+    dk = dkept * gates.until_end[:, None] + matmul.narrow(dproducts.T, x.q[...])
     dA = -matmul.exact(matmul.exact(inverse.T, dinverse), inverse.T)
-    by_beta = _corrected(dA, gates, jnp.ones_like(beta))
-    by_kk = by_beta * matmul.narrow(k, k.T)
-    dbeta += jnp.sum(by_kk, axis=1)
-    dbetween += by_kk * beta[:, None]
-    dkk = by_beta * beta[:, None]
+    dkk, dbetween_A, dbeta_A = _gradient_of_corrected(dA, matmul.narrow(k, k.T), gates, beta)
+    dbetween += dbetween_A
+    dbeta += dbeta_A
     dk += matmul.narrow(dkk + dkk.T, k)
-    dright = matmul.exact(inverse.T, of_w(dq, gradients.correction[...]))
+    dright = matmul.exact(inverse.T, w_gradient(dq, gradients.correction[...]))
     dk += dright * (beta * since_start)[:, None]
     dx.k[...] = dk
     dx.beta[...] = dbeta
@@ -266,6 +270,13 @@ def _gradients_kernel(
     dg = _gradient_of_gates(gates, dbetween, dsince, duntil, gradients.decay[...])
     for term in range(dx.g.shape[0]):
         dx.g[term] = dg
+
+
+def _gradient_of_corrected(dA, kk, gates: _Gates, beta) -> tuple[jax.Array, ...]:
+    """The gradients of kk, of G_i - G_j and of beta, from the gradient of A; see `_corrected`."""
+    by_beta = _corrected(dA, gates, jnp.ones_like(beta))
+    by_kk = by_beta * kk
+    return by_beta * beta[:, None], by_kk * beta[:, None], jnp.sum(by_kk, axis=1)
 
 
 def _gradient_of_gates(gates: _Gates, dbetween, dsince, duntil, ddecay) -> jax.Array:
@@ -346,7 +357,7 @@ def _factors_backward(residuals, gradients: Factors):
     num_chunks, num_sequences, _ = before_NB1.shape
     num_heads = x.v.shape[2]
     operands, segments, specs = _specs(x)
-    of_head = jax.ShapeDtypeStruct((*x.v.shape[:3], x.q.shape[-1]), jnp.float32)
+    per_head = jax.ShapeDtypeStruct((*x.v.shape[:3], x.q.shape[-1]), jnp.float32)
     own_keys = pl.BlockSpec(operands.q.block_shape, operands.v.index_map)
     dx = _call(
         _gradients_kernel,
@@ -354,7 +365,7 @@ def _factors_backward(residuals, gradients: Factors):
         grid=(num_chunks, num_heads, num_sequences),
         in_specs=[operands, *segments, specs],
         out_specs=operands._replace(q=own_keys, k=own_keys),
-        out_shape=Operands(of_head, of_head, *map(_shape, (x.v, x.g, x.beta))),
+        out_shape=Operands(per_head, per_head, *map(_shape, (x.v, x.g, x.beta))),
         num_warps=_FACTOR_WARPS,
         name="delta_factors_gradient",
     )
@@ -388,7 +399,7 @@ def scan(
     num_columns = first.shape[-1]
     block = min(_SCAN_COLUMNS, K, V)
 
-    def of_chunks(*shape, column=False):
+    def chunk_spec(*shape, column=False):
         def index(c, h, b):
             return (0, b, h, *(0,) * (len(shape) - 1), *((c if column else 0,) if shape else ()))
 
@@ -402,11 +413,11 @@ def scan(
         grid=(num_columns // block, num_heads, num_sequences),
         in_specs=[
             state,
-            of_chunks(),
-            of_chunks(K, K),
-            of_chunks(K, V),
+            chunk_spec(),
+            chunk_spec(K, K),
+            chunk_spec(K, V),
         ],
-        out_specs=(state, of_chunks(K, block, column=True)),
+        out_specs=(state, chunk_spec(K, block, column=True)),
         out_shape=(
             jax.ShapeDtypeStruct(first.shape, jnp.float32),
             jax.ShapeDtypeStruct(shape, dtype),
