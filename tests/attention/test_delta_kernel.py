@@ -164,9 +164,10 @@ def test_old_gpus_are_refused():
         kernel.check_devices([Device()])
 
 
-def _launches_and_bytes(uses_kernel: bool) -> tuple[int, int]:
-    """Of one layer with recomputation, in a program for an H100."""
-    num_tokens, rule = 4096, Rule(128**-0.5, uses_kernel=uses_kernel)
+def _figures(uses_kernel: bool, num_tokens: int) -> tuple[int, int, int]:
+    """Launches, bytes of operands and results, and bytes of temporaries of one layer with
+    recomputation, in a program for an H100."""
+    rule = Rule(128**-0.5, uses_kernel=uses_kernel)
     mesh = jax.sharding.Mesh(topology("h100:1x1").devices, ("x",))
     replicated = jax.sharding.PartitionSpec()
 
@@ -188,8 +189,8 @@ def _launches_and_bytes(uses_kernel: bool) -> tuple[int, int]:
     run = jax.shard_map(
         layer, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
-    text = jax.jit(run).lower(*arrays).compile(compiler_options=dict(WITHOUT_GPU)).as_text()
-    program = analyze(text)
+    compiled = jax.jit(run).lower(*arrays).compile(compiler_options=dict(WITHOUT_GPU))
+    program = analyze(compiled.as_text())
     launches = num_bytes = 0
     fused = {x for c in program for i in c if i.opcode not in ("while", "call") for x in i.called}
     for computation in program:
@@ -200,14 +201,23 @@ def _launches_and_bytes(uses_kernel: bool) -> tuple[int, int]:
                 "call",
             )
             if times and is_kernel and (cost := kernel_cost(program, computation, instruction)):
-                launches, num_bytes = launches + times, num_bytes + times * cost.bytes
-    return launches, num_bytes
+                launches += times
+                num_bytes += times * cost.bytes
+    return launches, num_bytes, compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
 def test_kernels_need_a_third_of_the_launches_and_bytes(monkeypatch):
     monkeypatch.undo()
-    launches, num_bytes = zip(*map(_launches_and_bytes, (True, False)))
+    launches, num_bytes, _ = zip(*(_figures(x, 4096) for x in (True, False)))
     assert 3 * launches[0] < launches[1]
     assert 3 * num_bytes[0] < num_bytes[1]
+
+
+if __name__ == "__main__":  # benchmarks/2026-11-29-delta-kernel.md
+    for form, x in (("xla", False), ("pallas", True)):
+        launches, num_bytes, temp_bytes = _figures(x, 32_768)
+        print(
+            f"{form}: {launches:,} launches, {num_bytes / 1e9:.2f} GB, {temp_bytes / 2**30:.1f} GiB"
+        )
