@@ -71,10 +71,7 @@ def counts(monkeypatch):
 def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path, tmp_path, counts):
     plain, scored = tmp_path / "plain", tmp_path / "scored"
     config = _config(config_path)
-    config.stages = [
-        config.stages[0].changed(evals=dict(tasks=(), every_steps=0)),
-        config.stages[1],
-    ]
+    config.stages = [dict(name="short", steps=2), config.stages[1]]
     loop.run(config, plain)
     assert counts["generators"] == 0
 
