@@ -75,7 +75,9 @@ def read_description(directory: Path, target: RestoreTarget):
     shape = _by_path(model)
     names = ("model.preset", "model.init_from")
     required = {path: value for path, value in shape.items() if path not in names} | target.trained
-    _check_same_settings(directory, flattened(stored) | _by_path(stored["model"]), required)
+    # A checkpoint without optimizer.name is older than the second optimizer.
+    settings = {"optimizer.name": "adamw"} | flattened(stored) | _by_path(stored["model"])
+    _check_same_settings(directory, settings, required)
     if BASE in meta:
         abstract_state = target.without_frozen
     described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))

@@ -221,17 +221,22 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
     ), output
 
 
-def test_run_with_checkpoint_of_other_model_raises_before_it_compiles_or_writes(
-    config, halfway, monkeypatch
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (dict(model__ffn_dim=128), "config.model.ffn_dim=64, and this config has 128"),
+        (dict(optimizer__name="muon"), "config.optimizer.name=adamw, and this config has muon"),
+    ],
+)
+def test_run_with_checkpoint_of_other_settings_raises_before_it_compiles_or_writes(
+    config, halfway, monkeypatch, settings, problem
 ):
     monkeypatch.setattr("jaxlc.step.step.TrainStep.compile", lambda _: pytest.fail("compiled"))
     (halfway / "run.lock").unlink(missing_ok=True)  # of the killed run
     before = {path: path.stat().st_mtime_ns for path in halfway.rglob("*")}
-    output = runs.train(config, halfway, status=2, model__ffn_dim=128)
+    output = runs.train(config, halfway, status=2, **settings)
     assert output.rstrip().endswith("; use a different --workdir")
-    assert re.search(
-        r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M
-    ), output
+    assert re.search(f"^error: checkpoint .* has {problem}", output, re.M), output
     assert {path: path.stat().st_mtime_ns for path in halfway.rglob("*")} == before
 
 
