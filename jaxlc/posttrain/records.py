@@ -344,6 +344,11 @@ class TraceReader:
         return tokens.astype(np.int32)
 
 
+def has_failed(record: Record) -> bool:
+    """Whether an agent or a reward has failed, so that the record may have no tokens."""
+    return isinstance(record.values, dict) and bool(record.values.get("failed"))
+
+
 def _values(record: Record) -> dict[str, Any]:
     """The fields that are not null."""
     if isinstance(record.values, BadRecord):

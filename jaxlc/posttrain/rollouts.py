@@ -6,13 +6,14 @@ rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation
 """
 
 import hashlib
+import itertools
 import json
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,7 @@ class RolloutSequences:
             )
 
 
-def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
+def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Writes JSON lines, or Parquet with a row group for each record, in a directory that may not
     exist; readers see a whole file or none.
 
@@ -269,8 +270,9 @@ def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
             import pyarrow
             import pyarrow.parquet
 
-            table = pyarrow.Table.from_pylist(list(records))
-            pyarrow.parquet.write_table(table, out, row_group_size=1)
+            names = dict.fromkeys(itertools.chain(*records))  # one that failed has other fields
+            columns = {name: [record.get(name) for record in records] for name in names}
+            pyarrow.parquet.write_table(pyarrow.table(columns), out, row_group_size=1)
 
 
 def _digest(path: Path) -> str:

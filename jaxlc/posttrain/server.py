@@ -122,7 +122,8 @@ class Server:
         """
         for model in (await self.post("/v1/models"))["data"]:
             path = Path(model["root"])
-            if path.parent == directory and int(path.name) < first:
+            is_version = path.parent == directory and path.name.isdigit()
+            if is_version and int(path.name) < first:
                 with contextlib.suppress(_Refused):  # it is not loaded any more
                     await self.post("/v1/unload_lora_adapter", dict(lora_name=model["id"]))
 

@@ -40,6 +40,7 @@ from jaxlc.posttrain.records import (
     TEACHER_FIELDS,
     Trace,
     TraceReader,
+    has_failed,
 )
 from jaxlc.posttrain.trees import (
     PackedTraces,
@@ -177,7 +178,7 @@ def open_traces(
     dtypes = array_dtypes(config)
     fields = FIELDS + EXPERTS_FIELDS * posttrain.replay_routing
     fields += TEACHER_FIELDS * bool(posttrain.teacher_top_k)
-    read, notes = _read(config, tokenizer, sources or data.traces, _SETTING, _trace_of, fields)
+    read, notes = _read(config, tokenizer, sources or data.traces, _SETTING, _traces_in, fields)
     traces = list(_fitting(filter(None, read), data, notes))
     num_read = len(traces)
     if step is not None:
@@ -240,11 +241,8 @@ def open_traces(
     )
 
 
-def _trace_of(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
-    """None: of an agent or a reward that has failed."""
-    if isinstance(record.values, dict) and record.values.get("failed"):
-        return [None]
-    return reader.read(record)
+def _traces_in(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
+    return [None] if has_failed(record) else reader.read(record)
 
 
 def _steps(groups: Sequence[Group], config: Config) -> list[list[Tree]]:

@@ -515,6 +515,14 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
         (
             dict(
                 ROLLOUTS,
+                posttrain=dict(loss="reverse_kl"),
+                rollouts=dict(source="model", max_replacements=2),
+            ),
+            "max_replacements=2 has no effect without a policy loss that drops groups",
+        ),
+        (
+            dict(
+                ROLLOUTS,
                 posttrain=dict(loss="grpo", old_log_probs="record"),
                 rollouts=dict(source="model"),
             ),
@@ -542,6 +550,7 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
             "teacher_top_k=2 with .*'reverse_kl': a top-k KL .* has no gradient in expectation",
         ),
         (dict(posttrain=dict(loss="reverse_kl", kl=0.1)), "kl=0.1 has no effect"),
+        (dict(posttrain=dict(loss="reverse_kl", no_advantage="keep")), "'keep' has no effect"),
         (dict(posttrain=dict(loss="orpo")), "ORPO is unsupported"),
         (dict(posttrain=dict(loss="simpo", kl=0.1)), "kl=0.1 has no effect"),
         (dict(posttrain=dict(loss="dpo", target_margin=0.1)), "target_margin=0.1 has no effect"),

@@ -14,6 +14,7 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.policy_rollouts import _Rounds
 from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, in_background, write_rewarded
+from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt, open_traces
 from jaxlc.posttrain.trees import groups_of
 from tests.data.chat_styles import STYLES, write_tokenizer
@@ -174,8 +175,12 @@ def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
     kept = tmp_path / "5.unrewarded.jsonl"
     assert len(kept.read_text().splitlines()) == 4
     assert kept.read_text() == (tmp_path / "5.jsonl").read_text()
-    traces = open_traces(config, agents.encoder.tokenizer, (str(kept),), step=5)
-    assert traces.rewards["failed"] == 3 and traces.rewards["reward"] == 3.0
+    # the first record has no reward, and one has no tokens
+    lost = dict(failed="no server", text=records[0]["text"], group="5-0", policy_step=4)
+    write_rollouts([lost, *records], tmp_path / "5.parquet")
+    for path, num_failed in ((kept, 3), (tmp_path / "5.parquet", 4)):
+        traces = open_traces(config, agents.encoder.tokenizer, (str(path),), step=5)
+        assert traces.rewards["failed"] == num_failed and traces.rewards["reward"] == 3.0
 
 
 def test_agent_that_exits_has_failed_and_others_go_on():

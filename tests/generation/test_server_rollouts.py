@@ -142,7 +142,7 @@ def test_server_seconds_limits_the_whole_request(standin):
 def command_for(server: StandIn, directory: Path, *more: str) -> list[str]:
     records = [dict(prompt=f"{x} and", completion=f" {x + 1}", truncated=True) for x in range(3)]
     chat = [dict(role="user", content="2 + 2"), dict(role="assistant", content="4")]
-    traces = [*records, dict(messages=chat)]
+    traces = [*records, dict(messages=chat), dict(failed="no tool", group="1")]
     (directory / "traces.jsonl").write_text("".join(json.dumps(x) + "\n" for x in traces))
     files = str(directory / "traces.jsonl"), str(directory / "out.jsonl")
     flags = "--tokenizer=bytes", "--chat_template=chatml", "--server_seconds=1"
@@ -172,7 +172,7 @@ def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_pa
     asked = [x["prompt"] for path, x in standin.log if path == "/v1/completions"]
     assert len(asked) == 4  # a probe and 3 records
     assert logprobs_main(command) == 0 and out.read_bytes() == whole
-    assert "4 records, 4 of them in earlier runs" in capsys.readouterr().out
+    assert "5 records, 5 of them in earlier runs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -234,10 +234,14 @@ def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path
     assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
     asyncio.run(server.load("0-a", adapter))  # loaded already
     others = adapter_in(tmp_path / "others"), adapter_in(tmp_path / "others/0")
-    for name, path in (("0-b", others[1]), ("1-b", adapter_in(tmp_path / "1"))):
+    for name, path in (
+        ("0-b", others[1]),
+        ("1-b", adapter_in(tmp_path / "1")),
+        ("x", adapter_in(tmp_path / "x")),
+    ):
         asyncio.run(server.load(name, path))
     asyncio.run(server.unload(tmp_path, 1))  # not those of other runs
-    assert standin.adapters.keys() == {"0-b", "1-b"}
+    assert standin.adapters.keys() == {"0-b", "1-b", "x"}
     standin.max_lora_rank = 2
     with pytest.raises(
         SamplerError, match="greater than max_lora_rank 2.*--max-lora-rank of at least 4"

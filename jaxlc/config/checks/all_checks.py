@@ -159,6 +159,7 @@ _UNUSED = dict(  # by loss
     cispo=(*_OF_PREFERENCES, "max_answer_tokens", "clip_low", "delta"),
     reverse_kl=(  # advantages are of tokens
         *_OF_PREFERENCES, "max_answer_tokens", "kl", "ratio", "off_policy_mask_threshold", "scale_advantages",
+        "no_advantage",
     ),
 )  # fmt: skip
 _OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
@@ -223,8 +224,9 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         "server": ("wait_seconds", "max_policy_age", "max_replacements"),
     }[rollouts.source]
     yield from without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
-    if posttrain.no_advantage == "keep":
-        reason = "with config.posttrain.no_advantage='keep'; use drop"
+    compares = posttrain.is_policy and posttrain.loss != "reverse_kl"
+    if posttrain.no_advantage == "keep" or not compares:
+        reason = "without a policy loss that drops groups (config.posttrain.no_advantage); use 0"
         yield from without_effect("rollouts", rollouts, ("max_replacements",), reason)
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
@@ -250,7 +252,7 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         return
     if rollouts.source == "server":
         yield from _server_problems(config)
-    if rollouts.answers_per_prompt == 1:
+    if compares and rollouts.answers_per_prompt == 1:
         yield f"{setting} compares the answers of a prompt; use --config.rollouts.answers_per_prompt=2 or more"
     if posttrain.old_log_probs == "record":
         yield (
