@@ -308,22 +308,10 @@ def causal_pairs(seq_len: int, window: int | None = None) -> int:
     return seq_len * reach - reach * (reach - 1) // 2
 
 
-def num_matmul_params(model: ModelConfig) -> int:
-    """The number of entries of all weight matrices in matrix products: the layers and the output
-    head.
-    """
-    in_layers = sum_over_layers(
-        model, lambda layer: sum(matrix.size for matrix in layer_matrices(layer).values())
-    )
-    return in_layers + model.model_dim * model.vocab_size
-
-
 def num_params(model: ModelConfig) -> int:
     """The number of parameters, without the padding of the vocabulary."""
-    # tied: counted as the head
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim
     vectors = sum_over_layers(model, _num_vector_entries) + model.model_dim
-    return num_matmul_params(model) + embedding + vectors
+    return sum(matrix_sizes(model, active=False).values()) + vectors
 
 
 def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> int:

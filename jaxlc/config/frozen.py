@@ -14,7 +14,7 @@ from jaxlc.config.flops import StepFlops, document_pairs, step_flops
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import RunConfig, SourceConfig
-from jaxlc.config.values import as_argument, defaults_of, plain
+from jaxlc.config.values import as_argument, defaults_of, flattened, plain
 from jaxlc.core.text import details, paragraph, preformatted, table
 
 # (section, setting) -> the class of the parts with names that it contains.
@@ -37,30 +37,15 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
     those of a source.
     """
     for section, fields in defaults.items():
+        given = values.get(section, {})
         for name, default in fields.items():
-            value = values.get(section, {}).get(name)
-            value = default if value is None else value
-            if not isinstance(value, Mapping):
-                yield section, name, value, default
-                continue
-            if (section, name) not in NAMED_PARTS:
-                for field, field_default in default.items():
-                    own = value.get(field)
-                    yield (
-                        section,
-                        f"{name}.{field}",
-                        field_default if own is None else own,
-                        field_default,
-                    )
-                continue
-            for part, set_fields in value.items():
-                for field, field_default in defaults_of(NAMED_PARTS[section, name]).items():
-                    yield (
-                        section,
-                        f"{name}.{part}.{field}",
-                        set_fields.get(field, field_default),
-                        field_default,
-                    )
+            parts = {name: default}
+            if part := NAMED_PARTS.get((section, name)):
+                parts[name] = dict.fromkeys(given.get(name) or (), defaults_of(part))
+            own = flattened({name: given.get(name)})
+            for path, known in flattened(parts).items():
+                value = own.get(path)
+                yield section, path, known if value is None else value, known
 
 
 def setting_text(value: Any) -> str:

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.config.models.families import Family, Tensor
+from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
@@ -42,7 +43,7 @@ Index = tuple[tuple[int, int, int], ...]  # (start, stop, 1) of each dimension
 class Layout:
     """A tensor, or those of several layers, and the parameter that they become."""
 
-    tensor: Tensor
+    tensor: LayerTensor
     shape: tuple[int, ...]  # shape of the parameter, for one layer and one expert
     # for a stacked parameter: the indices of its layers in the model
     layers: Sequence[int] | None = None
@@ -283,7 +284,7 @@ def open_files(
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]
         layouts[_HEAD] = dataclasses.replace(
-            embedding, tensor=dataclasses.replace(embedding.tensor, name=_HEAD)
+            embedding, tensor=embedding.tensor._replace(name=_HEAD)
         )
         if embedding.tensor.name not in files.tensors:
             layouts["embedding"] = layouts[_HEAD]
@@ -356,7 +357,7 @@ def _as_stored(layout: Layout, other: Layout, stored: Mapping[str, StoredTensor]
     return other if has_other else layout
 
 
-def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
+def _stacked_layout(tensor: LayerTensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
     """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a
     tensor, or a part of one, per expert."""
     if "{expert}" in tensor.name or tensor.is_stacked:

@@ -82,5 +82,4 @@ def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram
     Args:
       thunks: the result of `memory_dump.kinds`, which the text lacks.
     """
-    program = parse(text)
-    return AnalyzedProgram(program.computations, program.entry, program.is_scheduled, thunks)
+    return AnalyzedProgram(**vars(parse(text)), thunks=thunks)

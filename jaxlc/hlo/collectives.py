@@ -58,14 +58,13 @@ def find_host_copies(
     for start, done in pairs:
         operands = [operand.arrays[0] for operand in computation.operands(start)]
         result = done.arrays[0]
-        by_kernel = is_kernel(thunks.get(start.name, ""))
-        if operands and _is_on_host(operands[0]) and _is_on_host(result):
-            if len(operands) > 1:
-                yield HostCopy(start, done, operands[1].bytes, is_to_host=True, is_kernel=by_kernel)
-        elif operands and _is_on_host(operands[0]) != _is_on_host(result):
-            yield HostCopy(
-                start, done, result.bytes, is_to_host=_is_on_host(result), is_kernel=by_kernel
-            )
+        is_from_host = bool(operands) and _is_on_host(operands[0])
+        is_to_host = bool(operands) and _is_on_host(result)
+        if is_to_host or is_from_host:
+            by_kernel = is_kernel(thunks.get(start.name, ""))
+            copied = [result] if is_from_host != is_to_host else operands[1:2]
+            for array in copied:
+                yield HostCopy(start, done, array.bytes, is_to_host, by_kernel)
 
 
 def has_constant_offset(computation: Computation, copy: HostCopy) -> bool:
@@ -184,14 +183,14 @@ def _sent_bytes(transfer: Transfer, group_size: int) -> int:
     """
     operands = transfer.computation.operands(transfer.start)
     operand_bytes = sum(array.bytes for operand in operands for array in operand.arrays)
-    n = group_size
+    others = (group_size - 1) / group_size
     factor = {
-        "all-gather": n - 1,
-        "all-reduce": 2 * (n - 1) / n,
+        "all-gather": group_size - 1,
+        "all-reduce": 2 * others,
         "collective-permute": 1,
         "collective-broadcast": 1,
     }
-    return math.ceil(operand_bytes * factor.get(transfer.kind, (n - 1) / n))
+    return math.ceil(operand_bytes * factor.get(transfer.kind, others))
 
 
 def _groups(instruction: Instruction) -> Groups:
@@ -216,9 +215,13 @@ def _iota_groups(written: str) -> Groups:
     """
     match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
     shape, dims, order = required(match, written).groups()
+    return tuple(map(tuple, _iota(dims, order).reshape(_integers(shape)).tolist()))
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Consecutive numbers as an array of `dims`, transposed."""
     numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
-    numbers = numbers.transpose(_integers(order) if order else None)
-    return tuple(map(tuple, numbers.reshape(_integers(shape)).tolist()))
+    return numbers.transpose(_integers(order) if order else None)
 
 
 def _integers(text: str) -> list[int]:
@@ -239,9 +242,7 @@ def _mesh_groups(written: str, listed_ids: str) -> Groups:
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
         numbers = np.array(_integers(order[1]))
     elif order := re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text):
-        numbers = numbers.reshape(_integers(order[1])).transpose(
-            _integers(order[2]) if order[2] else None
-        )
+        numbers = _iota(*order.groups())
     grid = numbers.reshape(list(sizes.values()))
     last = [list(sizes).index(name) for name in names]
     first = [dim for dim in range(grid.ndim) if dim not in last]

@@ -93,9 +93,7 @@ def kernel_cost(
     """Cost of one run of `instruction`; None if it runs no kernel. Not for loops, calls,
     collectives, host copies.
     """
-    if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get(
-        "custom_call_target", ""
-    ):
+    if instruction.opcode in _NO_KERNEL or instruction.call_target == ALLOCATE_BUFFER:
         return None
     products = tuple(_products(program, computation, instruction))
     flops = sum(product.flops for product in products)
@@ -116,10 +114,7 @@ def _products(
         for name in instruction.called:
             for inner in program.computations[name]:
                 yield from _products(program, program.computations[name], inner)
-    elif (
-        instruction.opcode == "custom-call"
-        and _CUBLAS in instruction.attributes["custom_call_target"]
-    ):
+    elif _CUBLAS in instruction.call_target:
         dims = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
         batch_dims = ",".join(dims.get("lhs_batch_dimensions", ()))
         yield matrix_product(
@@ -132,7 +127,7 @@ def _products(
         )
         rows, depth = x.dims
         yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, is_grouped=True)
-    elif instruction.opcode == "custom-call":
+    else:
         yield from _recurrence_products(computation, instruction)
 
 
@@ -170,9 +165,8 @@ def delta_kernel(instruction: Instruction) -> str | None:
 
 
 def is_expert_kernel(instruction: Instruction) -> bool:
-    """Whether a custom call is a Mosaic kernel of experts."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    return target.startswith(MOSAIC) and EXPERTS in components(instruction.op_name)
+    """Whether an instruction is a Mosaic kernel of experts."""
+    return _is_mosaic(instruction) and EXPERTS in components(instruction.op_name)
 
 
 def matrix_product(
@@ -254,24 +248,19 @@ def _bytes(instruction: Instruction) -> int:
 
 # Matrix products per pair of a query and a key: (over the head dim of keys, over the head dim of
 # values).
+_FORWARD = (1, 1)
 _PRODUCTS = {
-    "__cudnn$fmhaSoftmax": (1, 1),  # q . k; p . v
+    "__cudnn$fmhaSoftmax": _FORWARD,  # q . k; p . v
     "__cudnn$fmhaSoftmaxBackward": (3, 2),  # q . k, dq, dk; dout . v, dv
-    "dew_flash3_mha_fwd": (1, 1),
+    "dew_flash3_mha_fwd": _FORWARD,
     "dew_flash3_mha_bwd": (3, 2),
-    "flash_forward": (1, 1),
+    "flash_forward": _FORWARD,
     "flash_dq": (2, 1),  # q . k, dq; dout . v
     "flash_dkv": (2, 2),  # q . k, dk; dout . v, dv
-    "mosaic_forward": (1, 1),
+    "mosaic_forward": _FORWARD,
     "mosaic_dq": (2, 1),
     "mosaic_dkv": (2, 2),
 }
-_FORWARD_KERNELS = (
-    "__cudnn$fmhaSoftmax",
-    "dew_flash3_mha_fwd",
-    "flash_forward",
-    "mosaic_forward",
-)
 _FA3 = re.compile(r"(dew_flash3_mha_)(varlen_)?(fwd|bwd)")
 
 
@@ -347,8 +336,7 @@ def attention_kernel(
 ) -> AttentionKernelCall | None:
     """The attention kernel that `instruction` is; None if it is not one."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
-        has_pairs = scopes.MOSAIC_PAIRS in instruction.op_name.split("/")
-        if has_pairs:
+        if scopes.MOSAIC_PAIRS in instruction.op_name.split("/"):
             return _mosaic_pairs(program, instruction)
         return _blockwise(program, instruction)
     if instruction.opcode == "fusion" and instruction.attributes.get("kind") == "kCustom":
@@ -359,7 +347,7 @@ def attention_kernel(
         return call and call._replace(instruction=instruction)
     if instruction.opcode != "custom-call":
         return None
-    target = instruction.attributes["custom_call_target"].strip('"')
+    target = instruction.call_target
     if match := _FA3.fullmatch(target):
         return _fa3(computation, instruction, *match.groups())
     if target in _PRODUCTS:
@@ -420,25 +408,25 @@ def _kernel_call(
     flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)
     pass_name = pass_of(call.op_name)
     # a layer in tiles recomputes its forward itself
-    if pass_name == "backward" and name in _FORWARD_KERNELS:
+    if pass_name == "backward" and _PRODUCTS[name] == _FORWARD:
         pass_name = "recomputation"
-    in_window = has_window(call.op_name)
-    in_ring_step = is_in_ring_step(call.op_name)
-    properties = (
-        in_window,
-        in_ring_step,
+    return AttentionKernelCall(
+        call,
+        kernel,
+        pass_name,
+        flops,
+        is_masked,
+        sizes,
+        has_window(call.op_name),
+        is_in_ring_step(call.op_name),
         is_data_dependent(call.op_name),
         head_dim,
         is_over_prefix(call.op_name),
     )
-    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, *properties)
 
 
 def _is_mosaic(instruction: Instruction) -> bool:
-    is_custom_call = instruction.opcode == "custom-call"
-    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(
-        MOSAIC
-    )
+    return instruction.call_target.startswith(MOSAIC)
 
 
 def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall | None:
@@ -489,35 +477,31 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
     is_masked = "conditional" in opcodes  # which skips fully masked tiles
-    in_window = has_window(loop.op_name)
-    in_ring_step = is_in_ring_step(loop.op_name)
     return AttentionKernelCall(
-        loop, "blockwise", pass_of(loop.op_name), flops, is_masked, None, in_window, in_ring_step
+        loop,
+        "blockwise",
+        pass_of(loop.op_name),
+        flops,
+        is_masked,
+        None,
+        has_window(loop.op_name),
+        is_in_ring_step(loop.op_name),
     )
 
 
-def _inside(program: Program, loop: Instruction) -> Iterator[tuple[int, Computation, Instruction]]:
-    """All instructions that a loop runs: (executions in one run of the loop, computation,
-    instruction).
-    """
-    rounds = trip_count(program, loop)
-    for name in loop.called:
-        for instruction in program.computations[name]:
-            yield rounds, program.computations[name], instruction
-            for times, computation, inner in _called(program, instruction):
-                yield rounds * times, computation, inner
-
-
-def _called(
+def _inside(
     program: Program, instruction: Instruction
 ) -> Iterator[tuple[int, Computation, Instruction]]:
-    if instruction.opcode == "while":
-        yield from _inside(program, instruction)
-        return
+    """All instructions that a loop, or another instruction that calls some, runs: (executions in one
+    run of it, computation, instruction).
+    """
+    rounds = trip_count(program, instruction) if instruction.opcode == "while" else 1
     for name in instruction.called:
-        for inner in program.computations[name]:
-            yield 1, program.computations[name], inner
-            yield from _called(program, inner)
+        body = program.computations[name]
+        for inner in body:
+            yield rounds, body, inner
+            for times, computation, innermost in _inside(program, inner):
+                yield rounds * times, computation, innermost
 
 
 class AttentionCollective(NamedTuple):

@@ -99,17 +99,17 @@ def is_in_token_mixing(op_name: str) -> bool:
 
 def has_window(op_name: str) -> bool:
     """Whether an instruction belongs to attention with a sliding window, exchanges included."""
-    return any(SLIDING_WINDOW in components(path) for path in _paths(op_name))
+    return _is_in(op_name, SLIDING_WINDOW)
 
 
 def is_in_ring_step(op_name: str) -> bool:
     """Whether an instruction belongs to attention over the KV block of another rank."""
-    return any(RING_STEP in components(path) for path in _paths(op_name))
+    return _is_in(op_name, RING_STEP)
 
 
 def is_over_prefix(op_name: str) -> bool:
     """Whether an instruction belongs to attention of branches to a shared prefix."""
-    return any(SHARED_PREFIX in components(path) for path in _paths(op_name))
+    return _is_in(op_name, SHARED_PREFIX)
 
 
 def innermost_scope(op_name: str) -> str:
@@ -122,12 +122,11 @@ def innermost_scope(op_name: str) -> str:
 
 def is_data_dependent(op_name: str) -> bool:
     """Whether the number of executions depends on the documents of a packed sequence."""
-    return any(MORE_DOCUMENTS in components(path) for path in _paths(op_name))
+    return _is_in(op_name, MORE_DOCUMENTS)
 
 
-def is_in_first_ring_steps(op_name: str) -> bool:
-    """Whether an instruction belongs to a ring whose later steps no document needs."""
-    return any(FIRST_RING_STEPS in components(path) for path in _paths(op_name))
+def _is_in(op_name: str, scope: str) -> bool:
+    return any(scope in components(path) for path in _paths(op_name))
 
 
 def pass_of(op_name: str) -> Pass:
@@ -230,15 +229,15 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(required(re.search(r"\d+", dtype), dtype)[0])
 
 
+@dataclass(eq=False, repr=False)
 class Instruction:
     """One instruction of a computation. Properties are parsed on first use."""
 
-    def __init__(self, name: str, shape: str, opcode: str, arguments: str, attributes: str):
-        self.name = name
-        self.opcode = opcode
-        self.arguments = arguments  # as written; of a constant, its value
-        self._shape = shape
-        self._attributes = attributes
+    name: str
+    _shape: str
+    opcode: str
+    arguments: str  # as written; of a constant, its value
+    _attributes: str
 
     def __repr__(self) -> str:
         return f"%{self.name} = {self.opcode}({self.arguments})"
@@ -256,6 +255,11 @@ class Instruction:
     @cached_property
     def attributes(self) -> dict[str, str]:
         return dict(part.split("=", 1) for part in _split(self._attributes) if "=" in part)
+
+    @property
+    def call_target(self) -> str:
+        """The function of a custom call; "" of other instructions."""
+        return self.attributes.get("custom_call_target", "").strip('"')
 
     @cached_property
     def called(self) -> tuple[str, ...]:
@@ -405,8 +409,9 @@ def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
         raise ValueError(
             "the program is not scheduled: its instructions are not in execution order"
         )
+    instructions = tuple(computation)
     start_indices = {}  # by name of the start, and of each -update, which continues one
-    for index, instruction in enumerate(computation):
+    for index, instruction in enumerate(instructions):
         if instruction.opcode in COLLECTIVES:
             yield Transfer(
                 instruction.opcode, instruction, instruction, computation, index, index, ()
@@ -416,29 +421,13 @@ def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
         elif instruction.opcode.endswith("-update") and instruction.operands[0] in start_indices:
             start_indices[instruction.name] = start_indices[instruction.operands[0]]
         elif instruction.opcode.endswith("-done"):
-            yield _transfer(program, computation, start_indices[instruction.operands[0]], index)
-
-
-def _transfer(
-    program: Program, computation: Computation, start_index: int, done_index: int
-) -> Transfer:
-    instructions = tuple(computation)
-    start = instructions[start_index]
-    overlapped = () if is_synchronous(start) else instructions[start_index + 1 : done_index]
-    return Transfer(
-        _kind(program, start),
-        start,
-        instructions[done_index],
-        computation,
-        start_index,
-        done_index,
-        overlapped,
-    )
-
-
-def is_synchronous(start: Instruction) -> bool:
-    """Whether the compiler marked a start/done pair as synchronous: nothing runs between them."""
-    return bool(start.backend_config.get("collective_backend_config", {}).get("is_sync"))
+            start_index = start_indices[instruction.operands[0]]
+            start = instructions[start_index]
+            # the compiler marked the pair as synchronous: nothing runs between them
+            is_sync = start.backend_config.get("collective_backend_config", {}).get("is_sync")
+            overlapped = () if is_sync else instructions[start_index + 1 : index]
+            kind = _kind(program, start)
+            yield Transfer(kind, start, instruction, computation, start_index, index, overlapped)
 
 
 def _kind(program: Program, start: Instruction) -> str:
@@ -478,12 +467,11 @@ def called(program: Program, instruction: Instruction, skips_ring_steps: bool) -
     """The computations that `instruction` runs, by name; see `count_executions`."""
     if instruction.opcode != "conditional":
         return list(instruction.called)
-    skips = {name: _skips_ring_steps(program.computations[name]) for name in instruction.called}
+    skips = {  # a branch with a ring whose later steps no document needs
+        name: any(_is_in(x.op_name, FIRST_RING_STEPS) for x in program.computations[name])
+        for name in instruction.called
+    }
     return [name for name in skips if not any(skips.values()) or skips[name] == skips_ring_steps]
-
-
-def _skips_ring_steps(branch: Computation) -> bool:
-    return any(is_in_first_ring_steps(instruction.op_name) for instruction in branch)
 
 
 def trip_count(program: Program, loop: Instruction) -> int:

@@ -592,7 +592,7 @@ def _library_call(instruction: Instruction) -> str | None:
     if name := delta_kernel(instruction):
         return f"pallas {name}"
     if instruction.opcode == "custom-call":
-        name = instruction.attributes["custom_call_target"].strip('"')
+        name = instruction.call_target
         return None if name == ALLOCATE_BUFFER else name  # which runs nothing
     if instruction.opcode == "fusion":
         kind = instruction.backend_config.get("fusion_backend_config", {}).get("kind", "")

@@ -17,7 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, loss_chunk_tokens, product_entries
+from jaxlc.config.flops import (
+    FROZEN_BYTES,
+    causal_pairs,
+    loss_chunk_tokens,
+    product_entries,
+    sum_over_layers,
+)
 from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
@@ -379,8 +385,7 @@ class Layout:
 
 def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
     """The mean of `value` of the sizes of all layers."""
-    total = sum(model.num_layers_of(kind) * value(model.of_kind(kind)) for kind in model.used_kinds)
-    return total / model.num_layers
+    return sum_over_layers(model, value) / model.num_layers
 
 
 def _mean_over_mixers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:

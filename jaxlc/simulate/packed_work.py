@@ -167,15 +167,20 @@ def sequence_work(
         ring_cost=ring_cost((work + prefix_work).reshape(-1, shards)),
         work=AttentionWork(
             slowest[0],
-            slowest[1:].mean() if len(slowest) > 1 else 0.0,
+            _mean_of_others(slowest),
             float(window_pairs.max()),
             calls[0],
-            calls[1:].mean() if len(calls) > 1 else 0.0,
+            _mean_of_others(calls),
             slowest_prefix[0],
-            slowest_prefix[1:].mean() if len(slowest_prefix) > 1 else 0.0,
+            _mean_of_others(slowest_prefix),
             len(slowest) - 1.0,
         ),
     )
+
+
+def _mean_of_others(by_ring_step: np.ndarray) -> float:
+    """The mean over the ring steps after the first one; 0 without them."""
+    return by_ring_step[1:].mean() if len(by_ring_step) > 1 else 0.0
 
 
 def mean_of_microbatches(

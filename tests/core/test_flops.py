@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.causal_work import full_pairs
 from jaxlc.config import PRESETS, LoraConfig
-from jaxlc.config.flops import document_pairs, num_matmul_params, num_params, step_flops
+from jaxlc.config.flops import document_pairs, num_params, product_entries, step_flops
 from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.schema import TrainConfig
@@ -47,6 +47,11 @@ def training_flops(model, num_sequences: int, seq_len: int, attention: str) -> f
     return step_flops(
         model, LoraConfig(), TrainConfig(), num_tokens=num_tokens, num_pairs=num_pairs
     ).total
+
+
+def num_matmul_params(model):
+    """Entries of the weight matrices in products: the layers and the output head."""
+    return product_entries(model, LoraConfig(), TrainConfig()).forward
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

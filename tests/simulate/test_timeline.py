@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attention_overlap import compile_step, two_layers
 from jaxlc.config import Config, defaults, load
-from jaxlc.config.flops import StepFlops, num_matmul_params
+from jaxlc.config.flops import StepFlops, product_entries
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import Efficiency
@@ -646,7 +646,8 @@ class TestRealStep:
         estimate = predict(step.program, dataclasses.replace(step.time_model, roofline=IDEAL))
         model, per_gpu = step.config.model, 8 * 989.4e12
         head = model.model_dim * model.vocab_size
-        layers = num_matmul_params(model) - head
+        entries = product_entries(model, step.config.lora, step.config.train).forward
+        layers = entries - head
         last = model.num_layers * model.model_dim * model.ffn_dim
         products = 131_072 * (8 * layers - 2 * last + 6 * head) / per_gpu
         assert estimate.seconds_by_kind["matrix products"] == pytest.approx(products, rel=0.03)

@@ -88,19 +88,36 @@ class Matrix(NamedTuple):
 
 
 class LayerTensor(NamedTuple):
-    """A parameter of a block, and the end of the name of its Hugging Face tensor.
+    """A parameter and its tensor in a Hugging Face checkpoint.
 
-    Parameters with the same tensor are consecutive rows of it.
+    The description of a block has the path of the parameter within the block, such as "wq", and the
+    end of the tensor's name; `Family.tensors_of` returns both complete.
+
+    `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one
+    for head_dim. So a linear weight is transposed, and reshaped to the dimensions of the parameter.
+    If several parameters of a layer have the same tensor, they are its rows, one after the other;
+    or those of each group of its rows (`Family.row_groups`).
     """
 
+    # "layers/attention/wq"; parameters under layers/ are stacked over the layers
     param: str
-    tensor: str
-    num_inputs: int | None = 0  # this and the next as in `jaxlc.config.models.families.Tensor`
+    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
+    # the tensors of all experts, and the next fields describe that of one.
+    name: str
+    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
+    # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
+    num_inputs: int | None = 0
+    # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
     is_convolution: bool = False
+    # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all
+    # columns.
     interleaved: int | None = None
+    # The tensor has a first dimension for the experts; the other fields describe the part of one.
     is_stacked: bool = False
-    is_transposed: bool = False
-    is_float32: bool = False
+    is_transposed: bool = False  # files have its last two dimensions exchanged
+    is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
+    # the tensor that files of other programs may have in place of this one: of another name or shape
+    alias: "LayerTensor | None" = None
 
 
 def conv_tensors(tensor: str, names: str = "qkv") -> Iterator[LayerTensor]:

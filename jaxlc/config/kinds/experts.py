@@ -25,20 +25,19 @@ from jaxlc.config.kinds.dense import ffn_matrices, saved_ffn_bytes
 from jaxlc.config.schema import PrecisionConfig, RunConfig
 from jaxlc.config.values import Above0, From1
 
+_PARTS = ("gate", "up", "down")
 # an adapter or scale for each expert
-EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")
+EXPERT_PROJECTIONS = tuple(f"expert_{x}" for x in _PARTS)
 
 # A tensor for each expert: transformers, models/qwen3_moe.
 TENSORS = (
     LayerTensor("router", "mlp.gate.weight", 1),
-    LayerTensor("expert_gate", "mlp.experts.{expert}.gate_proj.weight", 1),
-    LayerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
-    LayerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
+    *(LayerTensor(f"expert_{x}", f"mlp.experts.{{expert}}.{x}_proj.weight", 1) for x in _PARTS),
 )
 # A tensor for all experts, an nn.Linear of each; its first rows are gate: transformers,
 # models/qwen3_5_moe.
 STACKED_LINEAR_TENSORS = (
-    LayerTensor("router", "mlp.gate.weight", 1),
+    TENSORS[0],
     LayerTensor("expert_gate", "mlp.experts.gate_up_proj", 1, is_stacked=True),
     LayerTensor("expert_up", "mlp.experts.gate_up_proj", 1, is_stacked=True),
     LayerTensor("expert_down", "mlp.experts.down_proj", 1, is_stacked=True),
@@ -60,10 +59,7 @@ CHOICE_BIAS = LayerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_
 
 def shared_tensors(module: str) -> tuple[LayerTensor, ...]:
     """The shared expert of this name and its gate: transformers, models/qwen3_5_moe and glm4_moe."""
-    parts = (
-        LayerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1)
-        for x in ("gate", "up", "down")
-    )
+    parts = (LayerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1) for x in _PARTS)
     return (*parts, LayerTensor("shared_gate", f"mlp.{module}_gate.weight", 1))
 
 
@@ -153,20 +149,16 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
     sizes = ()
     only_with = (
         *(f"model.experts.{name}" for name in vars(ExpertsConfig())),
-        *(
-            "train.balance_loss",
-            "train.balance_loss_over",
-            "train.balance_bias_rate",
-            "train.router_z_loss",
-        ),
+        "train.balance_loss",
+        "train.balance_loss_over",
+        "train.balance_bias_rate",
+        "train.router_z_loss",
         "runtime.expert_kernel",
     )
     tensors = TENSORS
     projections = {
         **{name: name for name in EXPERT_PROJECTIONS},
-        "mlp_gate": "shared/w_gate",
-        "mlp_up": "shared/w_up",
-        "mlp_down": "shared/w_down",
+        **{f"mlp_{x}": f"shared/w_{x}" for x in _PARTS},
         "latent_down": "latent/w_down",
         "latent_up": "latent/w_up",
     }

@@ -70,7 +70,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     sizes = ("attention.num_heads", "attention.head_dim")
     only_with = (
         *(f"model.latent.{name}" for name in vars(LatentConfig())),
-        *("model.rope.query_mscale", "attention.ring_payload"),
+        "model.rope.query_mscale",
+        "attention.ring_payload",
     )
     tensors = (
         LayerTensor("wq", "self_attn.q_proj.weight", 1),

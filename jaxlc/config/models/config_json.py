@@ -52,64 +52,64 @@ _WORDS: dict[Any, str] = {
 }
 _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     Count: (
-        *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "num_heads"),
-        *("full_attention_interval", "linear_head_dim", "linear_num_heads"),
-        *("short_conv_kernel_size", "num_expert_group", "num_experts_per_token"),
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
-        *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
-        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
-        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
-        *("shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim"),
-        *("n_groups", "mamba_d_ssm", "moe_latent_size"),
-        *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
-        *("r", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim",
+        "num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "num_heads",
+        "full_attention_interval", "linear_head_dim", "linear_num_heads",
+        "short_conv_kernel_size", "num_expert_group", "num_experts_per_token",
+        "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim",
+        "linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step",
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group",
+        "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand",
+        "shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim",
+        "n_groups", "mamba_d_ssm", "moe_latent_size",
+        "ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size",
+        "r", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
     ),
     Positive: (
-        *("rope_theta", "rope_local_base_freq", "attention_multiplier"),
-        *("embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier"),
-        *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
-        *("ssm_in_multiplier", "ssm_out_multiplier", "lora_alpha"),
+        "rope_theta", "rope_local_base_freq", "attention_multiplier",
+        "embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier",
+        "attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier",
+        "ssm_in_multiplier", "ssm_out_multiplier", "lora_alpha",
     ),
     int: (
-        *("sliding_window", "no_rope_layer_interval", "max_window_layers"),
-        *("n_shared_experts", "num_shared_experts", "first_k_dense_replace"),
+        "sliding_window", "no_rope_layer_interval", "max_window_layers",
+        "n_shared_experts", "num_shared_experts", "first_k_dense_replace",
     ),
     float: (
-        *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
-        *("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast"),
-        *("beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim"),
-        *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon"),
+        "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps",
+        "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+        "beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim",
+        "routed_scaling_factor", "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon",
     ),
     bool: (
-        *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
-        *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
-        *("use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias"),
-        *("moe_renormalize", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate"),
+        "tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm",
+        "norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias",
+        "use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias",
+        "moe_renormalize", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate",
         "use_rslora",
     ),
     str: (
-        *("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
+        "model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern",
         "base_model_name_or_path",
     ),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
     dict: (
-        *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
-        *("quantization_config", "compression_config", "linear_attn_config"),
+        "rope_scaling", "rope_parameters", "full_attention", "sliding_attention",
+        "quantization_config", "compression_config", "linear_attn_config",
     ),
     list[str]: (
-        *("architectures", "layer_types", "mlp_layer_types", "layers_block_type"),
+        "architectures", "layer_types", "mlp_layer_types", "layers_block_type",
         "target_parameters",
     ),
     list[int]: (
-        *("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
-        *("kda_layers", "full_attn_layers"),
+        "mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list",
+        "kda_layers", "full_attn_layers",
     ),
     list[float]: (
-        *("short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers"),
+        "short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers",
     ),
-}
+}  # fmt: skip
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
 
 
@@ -153,6 +153,13 @@ MODEL_TYPE = "jaxlc"
 _ARCHITECTURE = "JaxlcForCausalLM"
 _SETTINGS = "model"  # the field of config.json with the settings of ModelConfig
 _NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
+_HINTS = {  # the types of settings by their paths
+    path: hint
+    for name, own in typing.get_type_hints(ModelConfig).items()
+    for path, hint in flattened(
+        {name: typing.get_type_hints(own) if name in SECTIONS_OF_MODEL else own}
+    ).items()
+}
 
 
 def is_own_format(config: Mapping[str, Any]) -> bool:
@@ -197,11 +204,7 @@ def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise UserError(f"{where} has no object {_SETTINGS!r}; export the model again")
     known = stored_settings(settings, where)
-    sections = {f"{name}.{key}" for name, part in SECTIONS_OF_MODEL.items() for key in vars(part())}
-    names = {
-        field.name for field in dataclasses.fields(ModelConfig)
-    } - SECTIONS_OF_MODEL.keys() | sections
-    missing = [name for name in sorted(names) if name not in (*known, *_NO_SETTINGS)]
+    missing = sorted(_HINTS.keys() - {*known, *_NO_SETTINGS})
     if missing:
         raise UserError(
             f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc"
@@ -215,21 +218,16 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: a setting is unknown or has another type.
     """
-    hints = typing.get_type_hints(ModelConfig)
-    for name, part in SECTIONS_OF_MODEL.items():
-        hints |= {
-            f"{name}.{setting}": hint for setting, hint in typing.get_type_hints(part).items()
-        }
     settings = renamed("model", stored)
     kinds = {"kinds": settings.pop("kinds")} if "kinds" in settings else {}
     known = flattened(settings) | kinds
-    unknown = sorted({*known} - {*hints})
+    unknown = sorted(known.keys() - _HINTS.keys())
     if unknown:
         raise UserError(
             f"{where} has the unknown setting model.{unknown[0]}: it is of another version of jaxlc"
         )
     return {
-        path: value if isinstance(value, dict) else typed(f"model.{path}", value, hints[path])
+        path: value if isinstance(value, dict) else typed(f"model.{path}", value, _HINTS[path])
         for path, value in known.items()
         if path not in _NO_SETTINGS
     }
@@ -276,50 +274,17 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }  # ModelConfig -> config.json
 _IRRELEVANT = {
-    *(
-        "_name_or_path",
-        "_commit_hash",
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-    ),
-    *(
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "unk_token_id",
-        "decoder_start_token_id",
-    ),
-    *(
-        "initializer_range",
-        "max_position_embeddings",
-        "use_cache",
-        "id2label",
-        "label2id",
-        "problem_type",
-    ),
-    *(
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "torchscript",
-        "chunk_size_feed_forward",
-    ),
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types"),
-    *(
-        "task_specific_params",
-        "tokenizer_class",
-        "finetuning_task",
-        "prefix",
-        "use_bfloat16",
-        "pruned_heads",
-    ),
-    *("transformers.js_config", "unsloth_fixed", "unsloth_version", "pretraining_tp"),
-    *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
-}
+    "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version",
+    "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+    "unk_token_id", "decoder_start_token_id", "initializer_range", "max_position_embeddings",
+    "use_cache", "id2label", "label2id", "problem_type", "output_attentions",
+    "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types",
+    "task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16",
+    "pruned_heads", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "pretraining_tp",
+    "router_aux_loss_coef", "output_router_logits",  # train.balance_loss has its own value
+}  # fmt: skip
 FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
 BITSANDBYTES = "bitsandbytes"  # the same in NF4
 # fields of models with quantized weights
@@ -369,7 +334,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         **COMMON_SETTINGS,
         **family.settings,
-        "attention.query_scale_dim": 0,
+        "attention.query_scale_dim": 0.0,
     }
     fields = ReadFields(where, {**defaults, **config})
     for name, setting in _settings_of_fields(family).items():

@@ -19,7 +19,7 @@ from jaxlc.config.kinds.experts import ExpertsConfig
 from jaxlc.config.kinds.kda import KdaConfig
 from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.kinds.mamba2 import Mamba2Config
-from jaxlc.config.values import Above0, Above0UpTo1, From1, ZeroOrFrom2
+from jaxlc.config.values import Above0, Above0UpTo1, From1, ZeroOrFrom2, flattened, plain
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
 # Segments that the settings name are kept if they have at most this many layers in the compiled program.
@@ -273,15 +273,7 @@ class ModelConfig:
     @property
     def by_path(self) -> dict[str, Any]:
         """The settings by their paths, such as "num_layers" and "delta_net.key_heads"."""
-        settings: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            is_section = name in SECTIONS_OF_MODEL
-            settings |= (
-                {f"{name}.{key}": item for key, item in vars(value).items()}
-                if is_section
-                else {name: value}
-            )
-        return settings
+        return flattened({name: plain(value) for name, value in vars(self).items()})
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
@@ -372,8 +364,13 @@ SECTIONS_OF_MODEL: Mapping[str, type] = {
 
 
 def model_from(settings: Mapping[str, Any]) -> ModelConfig:
-    """The model with these settings, by their paths; the inverse of `ModelConfig.by_path`."""
+    """The model with these settings, by their paths; the inverse of `ModelConfig.by_path`. Kinds may
+    also be a dictionary NAME -> fields.
+    """
     values: dict[str, Any] = {name: value for name, value in settings.items() if "." not in name}
+    kinds = values.get("kinds", ())
+    if isinstance(kinds, Mapping):
+        values["kinds"] = tuple(KindConfig(name=name, **own) for name, own in kinds.items())
     for name, part in SECTIONS_OF_MODEL.items():
         own = {
             path.partition(".")[2]: value

@@ -1,4 +1,4 @@
-"""Published model shapes by name: the values of `config.model.preset`; and the name of a model.
+"""Published models by name: the values of `config.model.preset`; and the name of a model.
 
 Source: the `config.json` that the authors of each model publish with its weights. A test compares
 the parameter count of each entry with the published one.
@@ -8,400 +8,297 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.hub import is_model_id
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from
-from jaxlc.config.values import flattened
+from jaxlc.config.models.model_schema import ModelConfig, model_from
 
 _LLAMA_3_1: dict[str, Any] = dict(
-    theta=500_000.0, scaling="llama3", factor=8.0, original_tokens=8192
-)
-_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "factor": 32.0}
-_LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, norm_epsilon=1e-5)
-
-_QWEN3_5: dict[str, Any] = dict(
-    vocab_size=248_320,
-    tie_embeddings=False,
-    norm_epsilon=1e-6,
-    layer_kinds=(*["gated_delta_net"] * 3, "full"),
-    delta_net=dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4),
-    rope=dict(theta=10_000_000.0, fraction=0.25),
-)
-_GEMMA3_GROUP = (*["sliding"] * 5, "full")
-_OLMO3: dict[str, Any] = dict(
-    tie_embeddings=False,
-    norm_epsilon=1e-6,
-    layer_kinds=(*["sliding"] * 3, "full"),
-    rope=dict(
-        theta=500_000.0,
-        sliding_theta=500_000.0,
-        scaling="yarn",
+    model_type="llama",
+    vocab_size=128_256,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    rope_scaling=dict(
+        rope_type="llama3",
         factor=8.0,
-        original_tokens=8192,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
     ),
-    **FAMILIES["olmo3"].settings,
 )
+_LLAMA_3_2: dict[str, Any] = {
+    **_LLAMA_3_1,
+    "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0},
+    "tie_word_embeddings": True,
+}
 _LLAMA_70B: dict[str, Any] = dict(
-    num_layers=80,
-    model_dim=8192,
-    attention=dict(num_heads=64, num_kv_heads=8, head_dim=128),
-    ffn_dim=28_672,
-    tie_embeddings=False,
-    rope=_LLAMA_3_1,
-    **_LLAMA_3,
+    num_hidden_layers=80,
+    hidden_size=8192,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    intermediate_size=28_672,
+    **_LLAMA_3_1,
 )
 _QWEN2_5: dict[str, Any] = dict(
+    model_type="qwen2",
     vocab_size=152_064,
-    tie_embeddings=False,
-    rope=dict(theta=1_000_000.0),
-    **FAMILIES["qwen2"].settings,
+    rms_norm_eps=1e-5,
+    rope_theta=1_000_000.0,
 )
-
 _QWEN3: dict[str, Any] = dict(  # the sizes that 4B and 8B share
+    model_type="qwen3",
     vocab_size=151_936,
-    num_layers=36,
-    attention=dict(num_heads=32, num_kv_heads=8, head_dim=128),
-    norm_epsilon=1e-6,
-    rope=dict(theta=1_000_000.0),
-    **FAMILIES["qwen3"].settings,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope_theta=1_000_000.0,
 )
-_LATENT: dict[str, Any] = dict(
-    tie_embeddings=False,
-    first_layer_kinds=("dense",),
-    layer_kinds=("latent",),
-    kinds=(KindConfig(name="dense", attention="latent", feed_forward="dense"),),
+_OLMO3: dict[str, Any] = dict(
+    model_type="olmo3",
+    vocab_size=100_278,
+    rms_norm_eps=1e-6,
+    rope_scaling=dict(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+    ),
 )
 
-
-def _layers(model_type: str, **fields: Any) -> dict[str, Any]:
-    """The kinds of all layers, from these fields of config.json."""
-    family = FAMILIES[model_type]
-    names = tuple(family.read_kinds(fields))
-    described = [name for name in dict.fromkeys(names) if name in family.kinds]
-    kinds = tuple(KindConfig(name=name, **family.kinds[name]) for name in described)
-    return dict(layer_kinds=names, kinds=kinds)
-
-
-_PRESETS: tuple[dict[str, Any], ...] = (
-    dict(
-        preset="tiny",
+# The fields of config.json that differ from the defaults of transformers.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        model_type="llama",
         vocab_size=512,
-        num_layers=4,
-        model_dim=128,
-        attention=dict(num_heads=4, num_kv_heads=2, head_dim=32),
-        ffn_dim=384,
-        tie_embeddings=True,
-        norm_epsilon=1e-5,
+        num_hidden_layers=4,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
     ),
-    dict(
-        preset="llama3.2-1b",
-        num_layers=16,
-        model_dim=2048,
-        attention=dict(num_heads=32, num_kv_heads=8, head_dim=64),
-        ffn_dim=8192,
-        tie_embeddings=True,
-        rope=_LLAMA_3_2,
-        **_LLAMA_3,
+    "llama3.2-1b": dict(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        **_LLAMA_3_2,
     ),
-    dict(
-        preset="llama3.2-3b",
-        num_layers=28,
-        model_dim=3072,
-        attention=dict(num_heads=24, num_kv_heads=8, head_dim=128),
-        ffn_dim=8192,
-        tie_embeddings=True,
-        rope=_LLAMA_3_2,
-        **_LLAMA_3,
+    "llama3.2-3b": dict(
+        num_hidden_layers=28,
+        hidden_size=3072,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        **_LLAMA_3_2,
     ),
-    dict(
-        preset="llama3.1-8b",
-        num_layers=32,
-        model_dim=4096,
-        attention=dict(num_heads=32, num_kv_heads=8, head_dim=128),
-        ffn_dim=14_336,
-        tie_embeddings=False,
-        rope=_LLAMA_3_1,
-        **_LLAMA_3,
+    "llama3.1-8b": dict(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14_336,
+        **_LLAMA_3_1,
     ),
-    dict(preset="llama3.1-70b", **_LLAMA_70B),
-    dict(preset="llama3.3-70b", **_LLAMA_70B),  # meta-llama/Llama-3.3-70B-Instruct
-    dict(
-        preset="qwen2.5-7b",  # Qwen/Qwen2.5-7B
-        num_layers=28,
-        model_dim=3584,
-        attention=dict(num_heads=28, num_kv_heads=4, head_dim=128),
-        ffn_dim=18_944,
-        norm_epsilon=1e-6,
+    "llama3.1-70b": _LLAMA_70B,
+    "llama3.3-70b": _LLAMA_70B,  # meta-llama/Llama-3.3-70B-Instruct
+    "qwen2.5-7b": dict(  # Qwen/Qwen2.5-7B
+        num_hidden_layers=28,
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        intermediate_size=18_944,
+        **{**_QWEN2_5, "rms_norm_eps": 1e-6},
+    ),
+    "qwen2.5-14b": dict(  # Qwen/Qwen2.5-14B
+        num_hidden_layers=48,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=13_824,
         **_QWEN2_5,
     ),
-    dict(
-        preset="qwen2.5-14b",  # Qwen/Qwen2.5-14B
-        num_layers=48,
-        model_dim=5120,
-        attention=dict(num_heads=40, num_kv_heads=8, head_dim=128),
-        ffn_dim=13_824,
-        norm_epsilon=1e-5,
+    "qwen2.5-32b": dict(  # Qwen/Qwen2.5-32B
+        num_hidden_layers=64,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=27_648,
         **_QWEN2_5,
     ),
-    dict(
-        preset="qwen2.5-32b",  # Qwen/Qwen2.5-32B
-        num_layers=64,
-        model_dim=5120,
-        attention=dict(num_heads=40, num_kv_heads=8, head_dim=128),
-        ffn_dim=27_648,
-        norm_epsilon=1e-5,
+    "qwen2.5-72b": dict(  # Qwen/Qwen2.5-72B
+        num_hidden_layers=80,
+        hidden_size=8192,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=29_568,
         **_QWEN2_5,
     ),
-    dict(
-        preset="qwen2.5-72b",  # Qwen/Qwen2.5-72B
-        num_layers=80,
-        model_dim=8192,
-        attention=dict(num_heads=64, num_kv_heads=8, head_dim=128),
-        ffn_dim=29_568,
-        norm_epsilon=1e-5,
-        **_QWEN2_5,
-    ),
-    dict(
-        preset="qwen3-4b",
-        model_dim=2560,
-        ffn_dim=9728,
-        tie_embeddings=True,
+    "qwen3-4b": dict(
+        hidden_size=2560,
+        intermediate_size=9728,
+        tie_word_embeddings=True,
         **_QWEN3,
     ),
-    dict(
-        preset="qwen3-8b",
-        model_dim=4096,
-        ffn_dim=12_288,
-        tie_embeddings=False,
-        **_QWEN3,
-    ),
-    dict(
-        # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
-        preset="qwen3-30b-a3b",
+    "qwen3-8b": dict(hidden_size=4096, intermediate_size=12_288, **_QWEN3),
+    # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe",
         vocab_size=151_936,
-        num_layers=48,
-        model_dim=2048,
-        attention=dict(num_heads=32, num_kv_heads=4, head_dim=128),
-        ffn_dim=6144,  # of dense layers, which it does not have
-        experts=dict(num_experts=128, experts_per_token=8, ffn_dim=768, renormalize=True),
-        tie_embeddings=False,
-        norm_epsilon=1e-6,
-        rope=dict(theta=1_000_000.0),
-        **FAMILIES["qwen3_moe"].settings,
+        num_hidden_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        head_dim=128,
+        intermediate_size=6144,
+        norm_topk_prob=True,
+        rope_theta=1_000_000.0,
     ),
-    dict(
-        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose numbers of
-        # layers and experts are those of gpt-oss-120b.
-        preset="gpt-oss-20b",
+    # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose
+    # numbers of layers and experts are those of gpt-oss-120b.
+    "gpt-oss-20b": dict(
+        model_type="gpt_oss",
         vocab_size=201_088,
-        num_layers=24,
-        model_dim=2880,
-        attention=dict(
-            num_heads=64, num_kv_heads=8, head_dim=64, qkv_bias=True, out_bias=True, window=128
-        ),
-        ffn_dim=2880,  # of dense layers, which it does not have
-        experts=dict(num_experts=32, experts_per_token=4, ffn_dim=2880),
-        layer_kinds=("sliding", "full"),
-        tie_embeddings=False,
-        norm_epsilon=1e-5,
-        rope=dict(
-            theta=150_000.0,
-            sliding_theta=150_000.0,
-            sliding_scaling=True,
-            scaling="yarn",
-            factor=32.0,
-            original_tokens=4096,
-            truncate=False,
-        ),
-        **FAMILIES["gpt_oss"].settings,
+        num_hidden_layers=24,
+        hidden_size=2880,
+        num_attention_heads=64,
+        intermediate_size=2880,
+        num_local_experts=32,
     ),
-    dict(
-        # deepseek-ai/DeepSeek-V2-Lite
-        preset="deepseek-v2-lite",
+    # deepseek-ai/DeepSeek-V2-Lite
+    "deepseek-v2-lite": dict(
+        model_type="deepseek_v2",
         vocab_size=102_400,
-        num_layers=27,
-        model_dim=2048,
-        attention=dict(num_heads=16, num_kv_heads=16, head_dim=192),
-        ffn_dim=10_944,
-        latent=dict(rank=512, value_dim=128, interleaved=True),
-        experts=dict(num_experts=64, experts_per_token=6, ffn_dim=1408, shared_ffn_dim=2816),
-        rope=dict(
-            theta=10_000.0,
-            fraction=64 / 192,
-            scaling="yarn",
+        num_hidden_layers=27,
+        hidden_size=2048,
+        num_attention_heads=16,
+        intermediate_size=10_944,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        rope_scaling=dict(
+            type="yarn",
             factor=40.0,
-            original_tokens=4096,
-            attention_factor=1.0,
-            query_mscale=0.707,
+            original_max_position_embeddings=4096,
+            mscale=0.707,
+            mscale_all_dim=0.707,
         ),
-        norm_epsilon=1e-6,
-        **_LATENT,
-        **FAMILIES["deepseek_v2"].settings,
     ),
-    dict(
-        # zai-org/GLM-4.7-Flash: the defaults of Glm4MoeLiteConfig in transformers 5.23; the base of RoPE is that of
-        # GLM 4.5.
-        preset="glm-4.7-flash",
+    # zai-org/GLM-4.7-Flash: the defaults of Glm4MoeLiteConfig in transformers 5.23; the base of RoPE
+    # is that of GLM 4.5.
+    "glm-4.7-flash": dict(
+        model_type="glm4_moe_lite",
         vocab_size=154_880,
-        num_layers=47,
-        model_dim=2048,
-        attention=dict(num_heads=20, num_kv_heads=20, head_dim=256),
-        ffn_dim=10_240,
-        latent=dict(rank=512, query_rank=768, value_dim=256, interleaved=True),
-        experts=dict(
-            num_experts=64,
-            experts_per_token=4,
-            ffn_dim=1536,
-            shared_ffn_dim=1536,
-            renormalize=True,
-            scale=1.8,
-        ),
-        rope=dict(theta=1_000_000.0, fraction=64 / 256),
-        norm_epsilon=1e-5,
-        **_LATENT,
-        **FAMILIES["glm4_moe_lite"].settings,
+        num_hidden_layers=47,
+        hidden_size=2048,
+        num_attention_heads=20,
+        intermediate_size=10_240,
+        rope_theta=1_000_000.0,
     ),
-    dict(
-        # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B
-        preset="nemotron-3-nano-30b-a3b",
+    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B
+    "nemotron-3-nano-30b-a3b": dict(
+        model_type="nemotron_h",
         vocab_size=131_072,
-        num_layers=52,
-        model_dim=2688,
-        attention=dict(num_heads=32, num_kv_heads=2, head_dim=128),
-        ffn_dim=1856,
-        **_layers(
-            "nemotron_h",
-            hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        ),
-        mamba2=dict(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4),
-        experts=dict(
-            num_experts=128,
-            experts_per_token=6,
-            ffn_dim=1856,
-            shared_ffn_dim=3712,
-            router="sigmoid",
-            choice_bias=True,
-            renormalize=True,
-            scale=2.5,
-        ),
-        norm_epsilon=1e-5,
-        **FAMILIES["nemotron_h"].settings,
+        hidden_size=2688,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        intermediate_size=1856,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
     ),
-    dict(
-        # moonshotai/Kimi-Linear-48B-A3B-Base: linear_attn_config of its config.json, and the defaults of
-        # KimiLinearConfig in transformers 5.23.
-        preset="kimi-linear-48b-a3b",
+    # moonshotai/Kimi-Linear-48B-A3B-Base: linear_attn_config of its config.json, and the defaults of
+    # KimiLinearConfig in transformers 5.23.
+    "kimi-linear-48b-a3b": dict(
+        model_type="kimi_linear",
         vocab_size=163_840,
-        num_layers=27,
-        model_dim=2304,
-        attention=dict(num_heads=32, num_kv_heads=32, head_dim=192),
-        ffn_dim=9216,
-        rope=dict(fraction=64 / 192),  # without layers that it rotates
-        latent=dict(rank=512, value_dim=128),
-        **_layers(
-            "kimi_linear",
-            num_hidden_layers=27,
-            linear_attn_config=dict(kda_layers=[i for i in range(1, 27) if i % 4]),
-            first_k_dense_replace=1,
-        ),
-        kda=dict(key_heads=32, head_dim=128, conv_taps=4),
-        experts=dict(
-            num_experts=256,
-            experts_per_token=8,
-            ffn_dim=1024,
-            shared_ffn_dim=1024,
-            renormalize=True,
-            scale=2.446,
-        ),
-        norm_epsilon=1e-5,
-        **FAMILIES["kimi_linear"].settings,
+        num_hidden_layers=27,
+        hidden_size=2304,
+        num_attention_heads=32,
+        intermediate_size=9216,
+        linear_attn_config=dict(kda_layers=[i for i in range(1, 27) if i % 4]),
     ),
-    dict(
-        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
-        # that of THUDM/slime, scripts/models.
-        preset="qwen3.5-9b",
-        num_layers=32,
-        model_dim=4096,
-        attention=dict(num_heads=16, num_kv_heads=4, head_dim=256),
-        ffn_dim=12_288,
-        **_QWEN3_5,
-        **FAMILIES["qwen3_5_text"].settings,
+    # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the
+    # base of RoPE is that of THUDM/slime, scripts/models.
+    "qwen3.5-9b": dict(
+        model_type="qwen3_5_text",
+        vocab_size=248_320,
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=16,
+        intermediate_size=12_288,
+        rope_theta=10_000_000.0,
     ),
-    dict(
-        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
-        # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
-        preset="qwen3.5-35b-a3b",
-        num_layers=40,
-        model_dim=2048,
-        attention=dict(num_heads=16, num_kv_heads=2, head_dim=256),
-        ffn_dim=512,  # of dense layers, which it does not have
-        experts=dict(num_experts=256, experts_per_token=8, ffn_dim=512, shared_ffn_dim=512),
-        **_QWEN3_5,
-        **FAMILIES["qwen3_5_moe_text"].settings,
+    # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23,
+    # whose docstring names this model; the base of RoPE is that of THUDM/slime,
+    # scripts/models/qwen3.5-35B-A3B.sh.
+    "qwen3.5-35b-a3b": dict(
+        model_type="qwen3_5_moe_text",
+        vocab_size=248_320,
+        num_hidden_layers=40,
+        hidden_size=2048,
+        num_attention_heads=16,
+        rope_theta=10_000_000.0,
     ),
-    dict(
-        # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without
-        # RoPE.
-        preset="olmo-hybrid-7b",
+    # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without RoPE.
+    "olmo-hybrid-7b": dict(
+        model_type="olmo_hybrid",
         vocab_size=100_352,
-        num_layers=32,
-        model_dim=3840,
-        attention=dict(num_heads=30, num_kv_heads=30, head_dim=128),
-        ffn_dim=11_008,
-        tie_embeddings=False,
-        norm_epsilon=1e-6,
-        layer_kinds=(*["gated_delta_net"] * 3, "nope"),
-        delta_net=dict(key_heads=30, value_heads=30, key_dim=96, value_dim=192, conv_taps=4),
-        **FAMILIES["olmo_hybrid"].settings,
+        num_hidden_layers=32,
+        hidden_size=3840,
+        num_attention_heads=30,
+        intermediate_size=11_008,
+        rope_theta=None,
     ),
-    dict(
-        preset="mistral-7b",  # v0.3
+    "mistral-7b": dict(  # v0.3
+        model_type="mistral",
         vocab_size=32_768,
-        num_layers=32,
-        model_dim=4096,
-        attention=dict(num_heads=32, num_kv_heads=8, head_dim=128),
-        ffn_dim=14_336,
-        tie_embeddings=False,
-        norm_epsilon=1e-5,
-        rope=dict(theta=1_000_000.0),
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        intermediate_size=14_336,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        sliding_window=None,
     ),
-    dict(
-        preset="gemma3-12b",  # without the vision encoder
-        vocab_size=262_208,
-        num_layers=48,
-        model_dim=3840,
-        attention=dict(
-            num_heads=16, num_kv_heads=8, head_dim=256, query_scale_dim=256, window=1024
-        ),
-        ffn_dim=15_360,
-        tie_embeddings=True,
-        norm_epsilon=1e-6,
-        layer_kinds=_GEMMA3_GROUP,
-        rope=dict(theta=1_000_000.0, scaling="linear", factor=8.0),
-        **FAMILIES["gemma3_text"].settings,
+    "gemma3-12b": dict(  # without the vision encoder
+        model_type="gemma3_text",
+        num_hidden_layers=48,
+        hidden_size=3840,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=15_360,
+        sliding_window=1024,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
     ),
-    dict(
-        preset="olmo3-7b",
-        vocab_size=100_278,
-        num_layers=32,
-        model_dim=4096,
-        attention=dict(num_heads=32, num_kv_heads=32, head_dim=128, window=4096),
-        ffn_dim=11_008,
+    "olmo3-7b": dict(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        intermediate_size=11_008,
         **_OLMO3,
     ),
-    dict(
-        preset="olmo3-32b",
-        vocab_size=100_278,
-        num_layers=64,
-        model_dim=5120,
-        attention=dict(num_heads=40, num_kv_heads=8, head_dim=128, window=4096),
-        ffn_dim=27_648,
+    "olmo3-32b": dict(
+        num_hidden_layers=64,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=27_648,
         **_OLMO3,
     ),
-)
-PRESETS: dict[str, ModelConfig] = {
-    preset["preset"]: model_from(flattened(preset)) for preset in _PRESETS
 }
+
+
+PRESETS: dict[str, ModelConfig] = {
+    name: model_from({"preset": name, **settings_of(fields, name)})
+    for name, fields in _PUBLISHED.items()
+}
+
 # A model with others is not the published one.
 _SIZES = "num_layers", "model_dim", "ffn_dim"
 

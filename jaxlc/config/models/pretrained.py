@@ -44,14 +44,16 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 # Of the tokenizer, the chat template and generation.
 TEXT_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "tokenizer.model",
-    ),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_FILE),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION_FILE,
 )
 # of images
 PROCESSOR_FILES = tuple(
@@ -396,11 +398,6 @@ def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
 
 def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | None:
     stored = source.run_config()
-    kinds = tuple(
-        KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items()
-    )
     names = {name: stored["model"][name] for name in ("preset", "init_from")}
-    fields: dict[str, Any] = {**settings, **names, "kinds": kinds}
-    return (
-        context_tokens(model_from(fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]
-    )
+    seq_len = stored["data"]["seq_len"]
+    return context_tokens(model_from({**settings, **names}), seq_len) or seq_len

@@ -98,8 +98,17 @@ def rope_settings(
         raise UserError(
             f"{where} has {differ}, which differ in model.{wrong}; remove the wrong ones"
         )
-    settings = _of_kinds(settings, where, family, kinds)
-    return {name: value for name, value in settings.items() if name not in family.varying}
+    unused = family.varying
+    if "sliding" not in kinds:
+        unused |= {"rope.sliding_theta"}
+    elif family.rope_by_layer_type and not settings["rope.truncate"]:
+        raise Unsupported(
+            f"unsupported: {where} has truncate=false, which transformers ignores in this model_type"
+        )
+    else:
+        is_scaled = not family.rope_by_layer_type and settings["rope.scaling"] != "none"
+        settings["rope.sliding_scaling"] = is_scaled
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def rope_fields(
@@ -202,20 +211,6 @@ def _settings(
     return settings | {"rope.sliding_theta": own["rope.theta"]}
 
 
-def _of_kinds(
-    settings: dict[str, Any], where: str, family: Family, kinds: Collection[str]
-) -> dict[str, Any]:
-    """`settings`, with those of sliding layers if there are any."""
-    if "sliding" not in kinds:
-        return {name: value for name, value in settings.items() if name != "rope.sliding_theta"}
-    if family.rope_by_layer_type and not settings["rope.truncate"]:
-        raise Unsupported(
-            f"unsupported: {where} has truncate=false, which transformers ignores in this model_type"
-        )
-    scales_sliding = not family.rope_by_layer_type and settings["rope.scaling"] != "none"
-    return settings | {"rope.sliding_scaling": scales_sliding}
-
-
 def _one_rope(
     parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family
 ) -> dict[str, Any]:
@@ -265,8 +260,9 @@ def _one_rope(
         if _QUERY_MSCALE not in family.defaults:
             values[_QUERY_MSCALE] = None
     for name, parameter in names.items():
-        if values[name] is not None:
-            settings[f"rope.{parameter}"] = _converted(parameter, values[name])
+        if (value := values[name]) is not None:
+            kind = type(DEFAULTS[f"rope.{parameter}"])
+            settings[f"rope.{parameter}"] = kind(map(float, value) if kind is tuple else value)
         elif name not in _OPTIONAL:
             raise UserError(f"{where} has RoPE of type {rope_type} without {name}; add it")
     unknown = sorted(
@@ -323,11 +319,6 @@ def _values(
     if rope_type == "longrope" and values["factor"] is not None:
         values["factor"] = max(1.0, values["factor"])
     return values
-
-
-def _converted(parameter: str, value: Any) -> Any:
-    default = DEFAULTS[f"rope.{parameter}"]
-    return tuple(map(float, value)) if isinstance(default, tuple) else type(default)(value)
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:

@@ -7,7 +7,7 @@ family, describe it in one of them, and add it to the cases of tests/hf/models.p
 """
 
 from jaxlc.config.models.families import dense, experts, hybrid, latent, state_space
-from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
+from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family
 
 # In the order of the modules: a model without a config.json is exported as the first that fits.
 FAMILIES: dict[str, Family] = {
@@ -17,4 +17,4 @@ FAMILIES: dict[str, Family] = {
     if isinstance(family, Family)
 }
 
-__all__ = ["COMMON_SETTINGS", "FAMILIES", "LAYER_TYPES", "Family", "Tensor"]
+__all__ = ["COMMON_SETTINGS", "FAMILIES", "LAYER_TYPES", "Family"]

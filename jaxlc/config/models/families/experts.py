@@ -78,8 +78,10 @@ QWEN3_MOE = Family(
     required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
     irrelevant=frozenset(
         {
-            *("max_window_layers", "sliding_window"),  # without effect: use_sliding_window is false
-            *("decoder_sparse_step", "mlp_only_layers"),  # `_read_kinds` reads them
+            "max_window_layers",
+            "sliding_window",  # without effect: use_sliding_window is false
+            "decoder_sparse_step",
+            "mlp_only_layers",  # `_read_kinds` reads them
         }
     ),
     feed_forward_tensors=dict(experts=experts.TENSORS),
@@ -248,8 +250,12 @@ MINIMAX_M2 = Family(
         {
             "attn_type_list",  # the function above reads it
             # of layers that the model does not have, and of multi-token prediction
-            *("mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_beta"),
-            *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+            "mlp_intermediate_size",
+            "shared_moe_mode",
+            "layernorm_linear_attention_beta",
+            "use_mtp",
+            "num_mtp_modules",
+            "mtp_transformer_layers",
             "auto_map",  # transformers has the code
         }
     ),

@@ -1,6 +1,5 @@
 """The description of a model family. Imports no jax."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,38 +51,6 @@ COMMON_SETTINGS: dict[str, Any] = {
     or path
     in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """A tensor of a Hugging Face checkpoint and the parameter that it becomes.
-
-    `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one
-    for head_dim. So a linear weight is transposed, and reshaped to the dimensions of the parameter.
-    If several parameters of a layer have the same tensor, they are its rows, one after the other;
-    or those of each group of its rows (`Family.row_groups`).
-    """
-
-    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
-    # the tensors of all experts, and the next fields describe that of one.
-    name: str
-    # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the
-    # layers
-    param: str
-    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
-    # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
-    num_inputs: int | None = None
-    # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
-    is_convolution: bool = False
-    # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all
-    # columns.
-    interleaved: int | None = None
-    # The tensor has a first dimension for the experts; the other fields describe the part of one.
-    is_stacked: bool = False
-    is_transposed: bool = False  # files have its last two dimensions exchanged
-    is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
-    # the tensor that files of other programs may have in place of this one: of another name or shape
-    alias: "Tensor | None" = None
 
 
 LAYER_TYPES = {
@@ -190,7 +157,7 @@ class Family:
 
     def tensors_of(
         self, mixers: tuple[str, ...] = (), feed_forward: str = "none"
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[LayerTensor, ...]:
         """The tensors that checkpoints may have, with layers of entries of `config.kinds.MIXERS`
         and one of FEED_FORWARDS, in the order of the computation of a layer.
         """
@@ -210,21 +177,21 @@ class Family:
         tensors = _tensors(norm_placement, own, mlp, self.tensor_aliases)
         return tuple(map(self._with_own_parts, tensors)) if self.name_parts else tensors
 
-    def _with_own_parts(self, tensor: Tensor) -> Tensor:
+    def _with_own_parts(self, tensor: LayerTensor) -> LayerTensor:
         """`tensor` with the names of `name_parts`."""
         name = tensor.name
         alias = tensor.alias
         for part, own in self.name_parts.items():
             name = name.replace(part, own)
         alias = None if alias is None else self._with_own_parts(alias)
-        return dataclasses.replace(tensor, name=name, alias=alias)
+        return tensor._replace(name=name, alias=alias)
 
     def _named(self, block: str, tensors: tuple[LayerTensor, ...]) -> tuple[LayerTensor, ...]:
         """`tensors` with the names of `tensor_names`."""
         names = self.tensor_names.get(block, {})
-        return tuple(x._replace(tensor=names.get(x.param, x.tensor)) for x in tensors)
+        return tuple(x._replace(name=names.get(x.param, x.name)) for x in tensors)
 
-    def num_row_groups(self, tensor: Tensor, model: ModelConfig) -> int:
+    def num_row_groups(self, tensor: LayerTensor, model: ModelConfig) -> int:
         """The number of groups of the rows of a tensor; see `row_groups`."""
         ends = (end for end in self.row_groups if tensor.name.endswith(f".{end}"))
         return next((model.by_path[self.row_groups[end]] for end in ends), 1)
@@ -310,39 +277,35 @@ def _tensors(
     mixers: tuple[tuple[str, tuple[LayerTensor, ...]], ...],
     feed_forward: tuple[LayerTensor, ...],
     aliases: tuple[LayerTensor, ...],
-) -> tuple[Tensor, ...]:
+) -> tuple[LayerTensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model
     has those of its parameters."""
     alias_of = {alias.param: alias for alias in aliases}
 
-    def tensor(block: str, x: LayerTensor, alias: LayerTensor | None) -> Tensor:
-        fields = x._asdict()
-        name = f"model.layers.{{layer}}.{fields.pop('tensor')}"
-        param = f"layers/{block}{fields.pop('param')}"
-        return Tensor(
-            name=name,
-            param=param,
-            alias=None if alias is None else tensor(block, alias, None),
-            **fields,
+    def complete(block: str, x: LayerTensor, alias: LayerTensor | None = None) -> LayerTensor:
+        return x._replace(
+            param=f"layers/{block}{x.param}",
+            name=f"model.layers.{{layer}}.{x.name}",
+            alias=alias and complete(block, alias),
         )
 
-    def layer(block: str, tensors: Iterable[LayerTensor]) -> Iterator[Tensor]:
-        return (tensor(block, x, alias_of.get(x.param)) for x in tensors)
+    def layer(block: str, tensors: Iterable[LayerTensor]) -> Iterator[LayerTensor]:
+        return (complete(block, x, alias_of.get(x.param)) for x in tensors)
 
     before_attention, after_attention, before_mlp, after_mlp = (
         [LayerTensor(f"{param}/scale", f"{name}.weight") for name in names]
         for param, names in zip(_NORM_PARAMS, _NORM_NAMES[norm_placement])
     )
     return (
-        Tensor(name="model.embed_tokens.weight", param="embedding"),
+        LayerTensor("embedding", "model.embed_tokens.weight", None),
         *layer("", before_attention),
         *(tensor for path, tensors in mixers for tensor in layer(f"{path}/", tensors)),
         *layer("", [*after_attention, *before_mlp]),
         *layer("mlp/", feed_forward),
         *layer("", after_mlp),
-        Tensor(name="model.norm.weight", param="final_norm/scale", num_inputs=0),
+        LayerTensor("final_norm/scale", "model.norm.weight"),
         # absent if the embeddings are tied
-        Tensor(name="lm_head.weight", param="head", num_inputs=1),
+        LayerTensor("head", "lm_head.weight", 1),
     )
 
 

@@ -72,9 +72,12 @@ QWEN3_5_TEXT = Family(
     other_prefixes=("model.visual.", "mtp."),
     irrelevant=frozenset(
         {
-            *("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+            "full_attention_interval",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
             # equal for all text: its positions have one dimension
-            *("mrope_section", "mrope_interleaved"),
+            "mrope_section",
+            "mrope_interleaved",
         }
     ),
 )

@@ -95,8 +95,13 @@ DEEPSEEK_V3 = Family(
     write_settings=_write_settings,
     varying=frozenset(
         {
-            *("attention.head_dim", "rope.fraction", "latent.query_rank", "latent.interleaved"),
-            *("experts.groups", "experts.groups_per_token", "experts.shared_ffn_dim"),
+            "attention.head_dim",
+            "rope.fraction",
+            "latent.query_rank",
+            "latent.interleaved",
+            "experts.groups",
+            "experts.groups_per_token",
+            "experts.shared_ffn_dim",
         }
     ),
     defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
@@ -110,8 +115,15 @@ DEEPSEEK_V3 = Family(
     irrelevant=frozenset(
         {
             # the functions above read the first three
-            *("first_k_dense_replace", "mlp_layer_types", "rope_interleave", "qk_head_dim"),
-            *("num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
+            "first_k_dense_replace",
+            "mlp_layer_types",
+            "rope_interleave",
+            "qk_head_dim",
+            "num_nextn_predict_layers",
+            "aux_loss_alpha",
+            "seq_aux",
+            "ep_size",
+            "auto_map",
         }
     ),
     feed_forward_tensors=GLM4_MOE.feed_forward_tensors,
@@ -252,7 +264,7 @@ def _in_kimi(fields: Fields) -> dict[str, Any]:
 
 
 def _in_mixtral(tensor: LayerTensor) -> LayerTensor:
-    return tensor._replace(tensor=tensor.tensor.replace("mlp.", "block_sparse_moe."))
+    return tensor._replace(name=tensor.name.replace("mlp.", "block_sparse_moe."))
 
 
 KIMI_LINEAR = dataclasses.replace(

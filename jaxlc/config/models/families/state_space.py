@@ -149,8 +149,13 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     write_settings=_granite_write_settings,
     varying=frozenset(
         {
-            *("ffn_dim", "experts.num_experts", "experts.experts_per_token", "experts.ffn_dim"),
-            *("experts.shared_ffn_dim", "experts.router", *_STEP_LIMIT),
+            "ffn_dim",
+            "experts.num_experts",
+            "experts.experts_per_token",
+            "experts.ffn_dim",
+            "experts.shared_ffn_dim",
+            "experts.router",
+            *_STEP_LIMIT,
         }
     ),
     defaults={
@@ -167,7 +172,8 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     irrelevant=frozenset(
         {
             "position_embedding_type",  # read by `_granite_read_kinds`
-            *("mamba_chunk_size", "init_method"),
+            "mamba_chunk_size",
+            "init_method",
         }
     ),
     feed_forward_tensors=dict(
@@ -353,7 +359,10 @@ NEMOTRON_H = Family(
     write_settings=_nemotron_write_settings,
     varying=frozenset(
         {
-            *("norm_epsilon", "experts.router", "experts.choice_bias", "experts.latent_dim"),
+            "norm_epsilon",
+            "experts.router",
+            "experts.choice_bias",
+            "experts.latent_dim",
             *_STEP_LIMIT,
             *_NEMOTRON_EXPERTS.values(),
         }
@@ -400,13 +409,26 @@ NEMOTRON_H = Family(
     irrelevant=frozenset(
         {
             # the functions above read the first one
-            *("hybrid_override_pattern", "n_shared_experts"),
+            "hybrid_override_pattern",
+            "n_shared_experts",
             # of initial values
-            *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-            *("expand", "chunk_size", "num_logits_to_keep", "residual_in_fp32", "auto_map"),
-            *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-            *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-            *("rms_norm_eps", "hidden_act"),
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "rescale_prenorm_residual",
+            "expand",
+            "chunk_size",
+            "num_logits_to_keep",
+            "residual_in_fp32",
+            "auto_map",
+            "use_mamba_kernels",
+            "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap",
+            "num_nextn_predict_layers",
+            "mtp_layers_block_type",
+            "mtp_hybrid_override_pattern",
+            "rms_norm_eps",
+            "hidden_act",
         }
     ),
     name_parts={
