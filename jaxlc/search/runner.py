@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlc.config import Config, to_dict
+from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
 from jaxlc.core.errors import UserError
 from jaxlc.core.processes import Row, Work, run_in_processes
@@ -54,19 +54,22 @@ def estimate_point(
       constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # also in child processes
-    from jaxlc.plan import plan
-    from jaxlc.simulate.topology import topology
+    from jaxlc.plan.result import plan_step
+    from jaxlc.runtime.start import start
+    from jaxlc.simulate.roofline import from_file
+    from jaxlc.simulate.topology import topology as parse_topology
 
+    start(RuntimeConfig(num_processes=1))
     name = config.runtime.topology
-    result = plan(
-        config,
+    gpus = parse_topology(
         name,
-        devices_per_process=math.gcd(devices_per_process, topology(name).gpus_per_domain),
+        devices_per_process=math.gcd(devices_per_process, parse_topology(name).gpus_per_domain),
         host_memory_gib=host_memory_gib,
-        constants=constants,
-        document_lengths=document_lengths,
     )
-    return row_of(result, config)
+    roofline = from_file(constants)
+    return row_of(
+        plan_step(config, gpus, lambda: None, roofline, document_lengths=document_lengths), config
+    )
 
 
 def row_of(result: "Plan", config: Config) -> Row:

@@ -64,6 +64,11 @@ def test_check_beta_of_1_raises(name):
         ),
         (
             "model",
+            dict(rope_scaling="longrope"),
+            ["'longrope' needs --config.model.rope.original_tokens"],
+        ),
+        (
+            "model",
             dict(rope_scaling="linear"),
             ["'linear' needs a rope.factor greater than 1"],
         ),

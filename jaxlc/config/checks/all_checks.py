@@ -447,8 +447,8 @@ def _mesh_problems(config: Config) -> Iterator[str]:
 
 
 def _rope_problems(config: Config) -> Iterator[str]:
-    for layers in layers_by_path(config.model).values():
-        yield from rope_problems(layers[0])
+    layers = layers_by_path(config.model)
+    yield from dict.fromkeys(problem for _, layer in layers for problem in rope_problems(layer))
 
 
 def _attention_problems(config: Config) -> Iterator[str]:

@@ -68,24 +68,18 @@ def layer_problems(config: Config) -> Iterator[str]:
     yield from _group_problems(config)
 
 
-def layers_by_path(model: ModelConfig) -> dict[str, list[LayerConfig]]:
-    """The layers of different sizes, by the path of their settings: model, or model.kinds.NAME."""
+def layers_by_path(model: ModelConfig) -> list[tuple[str, LayerConfig]]:
+    """The layers of different sizes, with the path of their settings: model, or model.kinds.NAME."""
     own = {kind.name for kind in model.kinds}
-    layers: dict[str, list[LayerConfig]] = {}
-    for kind in model.used_kinds:
-        path = f"model.kinds.{kind}" if kind in own else "model"
-        layer = model.of_kind(kind)
-        if layer not in layers.setdefault(path, []):
-            layers[path].append(layer)
-    return layers
+    paths = {kind: f"model.kinds.{kind}" if kind in own else "model" for kind in model.used_kinds}
+    return list(dict.fromkeys((path, model.of_kind(kind)) for kind, path in paths.items()))
 
 
 def size_problems(config: Config) -> Iterator[str]:
     """Settings of kinds of blocks that are missing, or contradict each other."""
-    for path, layers in layers_by_path(config.model).items():
-        for layer in layers:
-            for block in blocks_of(layer):
-                yield from block.size_problems(layer, path)
+    for path, layer in layers_by_path(config.model):
+        for block in blocks_of(layer):
+            yield from block.size_problems(layer, path)
 
 
 def unused_problems(config: Config) -> Iterator[str]:
@@ -119,7 +113,7 @@ def unsupported_problems(config: Config) -> Iterator[str]:
     """Settings of other sections that the layers do not support, and names of activations that they
     do not have.
     """
-    layers = [layer for layers in layers_by_path(config.model).values() for layer in layers]
+    layers = [layer for _, layer in layers_by_path(config.model)]
     for block in blocks():
         first = next((layer for layer in layers if block in blocks_of(layer)), None)
         if first is not None and isinstance(block, HasLimits):
@@ -146,12 +140,9 @@ def projection_problems(
     Args:
       known: the names that the setting may have.
     """
-    layers = [
-        model_layer for kinds in layers_by_path(config.model).values() for model_layer in kinds
-    ]
     found = [
         name
-        for layer in layers
+        for _, layer in layers_by_path(config.model)
         for block in blocks_of(layer)
         for name, path in block.projections.items()
         if path in block.matrices(layer)

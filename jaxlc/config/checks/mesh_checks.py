@@ -55,10 +55,9 @@ def tile_problems(config: Config) -> Iterator[str]:
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
-    for path, layers in layers_by_path(config.model).items():
-        for layer in layers:
-            for mixer in mixers_of(layer).values():
-                yield from mixer.tile_problems(layer, config, path)
+    for path, layer in layers_by_path(config.model):
+        for mixer in mixers_of(layer).values():
+            yield from mixer.tile_problems(layer, config, path)
 
 
 def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:
@@ -158,15 +157,11 @@ def split_problems(config: Config) -> Iterator[str]:
     """Dimensions of the model that the mesh does not divide, and a context axis that the strategy
     does not divide.
     """
-    layers_of = layers_by_path(config.model).items()
-    blocks = [
-        (block, layer, path)
-        for path, layers in layers_of
-        for layer in layers
-        for block in blocks_of(layer)
-    ]
     yield from dict.fromkeys(
-        x for block, layer, path in blocks for x in block.mesh_problems(layer, config, path)
+        problem
+        for path, layer in layers_by_path(config.model)
+        for block in blocks_of(layer)
+        for problem in block.mesh_problems(layer, config, path)
     )
     attention = config.attention
     mesh = config.mesh

@@ -451,7 +451,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
         )
     yield from _unused_parameters(model)
     scaling, factor = model.rope.scaling, model.rope.factor
-    is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope.query_beta
+    is_unscaled = scaling in NO_EFFECT_AT_1 and factor == 1 and not model.rope.query_beta
     scaled = scaled_kinds() | ({"sliding"} if model.rope.sliding_scaling else set())
     if scaling != "none" and scaled.isdisjoint(model.attentions):
         others = [
@@ -474,7 +474,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             f"config.model.rope.query_beta={model.rope.query_beta} scales the queries of sliding layers"
             " as well; use it with --config.model.rope.sliding_scaling, or set it to 0"
         )
-    if scaling in NO_EFFECT_AT_1 and is_unscaled:
+    if is_unscaled and attention_factor(model) == 1:
         yield (
             f"config.model.rope.scaling={scaling!r} needs a rope.factor greater than 1, the new context length"
             " divided by the original one; use --config.model.rope.factor=4 or another factor"
