@@ -372,7 +372,7 @@ def test_template_that_the_tokenizer_splits_is_refused_for_traces(tmp_path):
     [
         (b'{"text": null}', ".jsonl", "records.jsonl:1: the field 'text' is null"),
         (np.random.default_rng(0).bytes(9000), ".txt", "not valid UTF-8.*% of the text"),
-        (b'[{"text": "a"}, 3]', ".json", "records.json:2: expected a JSON object, not a int"),
+        (b'[{"text": "a"}, 3]', ".json", "records.json:2: expected a JSON object, not an int"),
     ],
 )
 def test_files_without_text_are_refused(tmp_path, content, suffix, message):

@@ -217,7 +217,7 @@ def test_csv_rows_are_records_and_rows_of_other_lengths_are_bad(tmp_path: Path):
     assert texts == ['first, "text"', "two\nlines", "née"]
     assert [document.name for document in documents] == ["a.csv:1", "a.csv:2", "a.csv:4"]
     assert notes.counts["skipped records"][1].endswith(
-        "a.csv:3: 1 values for 2 fields; fix this row"
+        "a.csv:3: 1 values for the 2 fields ['id', 'text']; fix this row, or separate values with commas"
     )
     assert list_files([str(tmp_path / "*.csv")]).files == files
     with pytest.raises(UserError, match=r"no file with a supported suffix.*\.json or \.csv files"):
@@ -227,6 +227,45 @@ def test_csv_rows_are_records_and_rows_of_other_lengths_are_bad(tmp_path: Path):
         UserError, match=r"a\.csv' as CSV \(unexpected end of data\); fix it or remove"
     ):
         texts_of(path)
+
+
+UTF16 = r"%s is UTF-16, and only UTF-8 is read: convert it"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.txt", "\ufefftext".encode(), ""),
+        ("a.json", b'\xef\xbb\xbf [\n{"text": "text"}]', ""),
+        ("a.txt", "text".encode("utf-16"), UTF16),
+        ("a.csv", "text\ntext\n".encode("utf-16"), UTF16),
+        ("a.jsonl", "text\n".encode("utf-16"), UTF16),
+        ("a.csv", "text\nn\u00e9e\n".encode("latin-1"), "%s:1: it is not UTF-8; convert the file"),
+        ("a.csv", b"id\ttext\n1\ta, b\n", r"%s:1: 2 values for the 1 fields \['id\\ttext'\]; fix"),
+        ("a.jsonl", b'[{"text": "text"}]', "%s:1: .* not a list; .*change the suffix to .json if"),
+        ("a.json", b'{\n"text": "text"}', r"%s:1: invalid JSON \(.*\); expected a list of records, or"),
+    ],
+)  # fmt: skip
+def test_encoding_or_form_of_another_program_is_read_or_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    if not message:
+        assert [*texts_of(path).values()] == ["text"]
+        return
+    with pytest.raises(UserError, match=message % path):
+        texts_of(path)
+
+
+def test_directory_with_the_splits_of_a_data_set_is_refused(tmp_path: Path):
+    """Training on it would include the test split."""
+    for name in ("train", "test"):
+        (saved := tmp_path / "data" / "saved" / name).mkdir(parents=True)
+        write_arrow(saved / "data-00000-of-00001.arrow", {"text": [name]}, is_file=False)
+    (saved.parent / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for path in (saved.parent, tmp_path / "data"):
+        with pytest.raises(UserError, match=rf"splits of a data set: .* {saved}, .*/saved/train$"):
+            list_files([str(path)])
+    assert [*texts_of(saved).values()] == ["test"]
 
 
 def test_eval_sources_of_chats_have_a_loss_on_answers_only(tmp_path: Path):

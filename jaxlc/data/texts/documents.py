@@ -14,6 +14,7 @@ message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields
 trained on (`_UNSUPPORTED`) are refused.
 """
 
+import codecs
 import contextlib
 import itertools
 import zlib
@@ -32,6 +33,7 @@ from jaxlc.data.texts.records import (
     RECORD_SUFFIXES,
     BadRecord,
     Record,
+    check_encoding,
     field_of,
     kind_of,
     read_records,
@@ -494,8 +496,9 @@ def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[D
                 f" {fields.document!r}; remove it from {file.setting}"
             )
         else:
+            check_encoding(file.path)
             with open(file.path, "rb") as opened:
-                if first := opened.read(_BLOCK_BYTES):
+                if first := opened.read(_BLOCK_BYTES).removeprefix(codecs.BOM_UTF8):
                     yield Document(name=file.name, blocks=_blocks(first, opened))
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(file.path, error, file.setting) from error

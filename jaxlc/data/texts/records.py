@@ -9,6 +9,7 @@ Megatron's indexed datasets.
 .idx with .bin                 one record per document of an indexed dataset of Megatron-LM, with the field `tokens`
 """
 
+import codecs
 import csv
 import functools
 import gzip
@@ -75,6 +76,7 @@ def read_records(
     Raises:
       UserError: the file cannot be read, or has no such column.
     """
+    check_encoding(path)
     if path.name.endswith(ARRAY_SUFFIX) and (items := _list_in(path)) is not None:
         numbered = enumerate(items, start=1)
     elif path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
@@ -89,6 +91,15 @@ def read_records(
     for number, values in numbered:
         where = f"{path}:{number}"
         yield Record(where, number, _fields(values, where))
+
+
+def check_encoding(path: Path) -> None:
+    """Raises UserError for a file with the byte order mark of UTF-16 or UTF-32."""
+    with open(path, "rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(
+                f"{path} is UTF-16, and only UTF-8 is read: convert it, such as with `iconv -f UTF-16 -t UTF-8`"
+            )
 
 
 def field_of(record: Record, field: str, field_setting: str) -> Any:
@@ -136,8 +147,10 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[tup
                 try:
                     yield number, parse_json(line)
                 except ValueError as error:
-                    reason = reason_of(error)
-                    yield number, BadRecord(f"invalid JSON ({reason}); fix or remove this line")
+                    advice = "fix or remove this line"
+                    if path.name.endswith(ARRAY_SUFFIX):
+                        advice = "expected a list of records, or one on each line"
+                    yield number, BadRecord(f"invalid JSON ({reason_of(error)}); {advice}")
 
 
 def _fields(values: Any, where: str) -> dict[str, Any] | BadRecord:
@@ -151,16 +164,17 @@ def _fields(values: Any, where: str) -> dict[str, Any] | BadRecord:
     ):
         return {"messages": values}
     if not isinstance(values, dict):
-        return BadRecord(
-            f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this record"
-        )
+        advice = "fix or remove this record"
+        if isinstance(values, list):
+            advice += f", or change the suffix to {ARRAY_SUFFIX} if the file is one list of records"
+        return BadRecord(f"{where}: expected a JSON object, not {kind_of(values)}; {advice}")
     return values
 
 
 def _list_in(path: Path) -> list[Any] | None:
     """The items of a JSON file that is a list of records; None: it has JSON lines."""
     with open(path, "rb") as file:
-        if file.read(1000).lstrip()[:1] != b"[":
+        if file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
             return None
     try:
         items = parse_json(read_limited(path, _MAX_ARRAY_BYTES))
@@ -173,14 +187,22 @@ def _csv_records(path: Path, setting: str) -> Iterator[dict[str, str] | BadRecor
     """The rows of a CSV file after its first one, which has the names of the fields."""
     csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as lines:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             rows = csv.reader(lines, strict=True)
             names = next(rows, [])
             for row in rows:
-                if len(row) == len(names):
+                if len(row) != len(names):
+                    if row:  # not an empty line
+                        yield BadRecord(
+                            f"{len(row)} values for the {len(names)} fields {names}; fix this row, or separate values"
+                            " with commas"
+                        )
+                    continue
+                try:
+                    "".join(row).encode()  # bytes that are not UTF-8 are surrogates
                     yield dict(zip(names, row))
-                elif row:  # not an empty line
-                    yield BadRecord(f"{len(row)} values for {len(names)} fields; fix this row")
+                except UnicodeEncodeError:
+                    yield BadRecord("it is not UTF-8; convert the file, or remove this row")
     except csv.Error as error:
         raise UserError(
             f"cannot read {str(path)!r} as CSV ({reason_of(error)}); fix it or remove it from {setting}"

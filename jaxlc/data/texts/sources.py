@@ -40,6 +40,7 @@ _CODE_SUFFIXES = (
     ".java", ".jl", ".js", ".kt", ".lua", ".m", ".ml", ".php", ".pl", ".r", ".rb", ".rs",
     ".scala", ".sh", ".sql", ".swift", ".tex", ".toml", ".ts", ".tsx", ".vue", ".yaml", ".yml", ".zig",
 )  # fmt: skip
+_SPLITS_FILE = "dataset_dict.json"  # of the package `datasets`, beside a directory for each split
 _CACHE_OF_DATASETS = "cache-"  # start of the names of files with results of the package `datasets`
 # not the standard library, and different on every machine
 _INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
@@ -155,6 +156,11 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     named_paths = []
     for directory, subdirectories, file_names in os.walk(root):
+        if _SPLITS_FILE in file_names:
+            splits = ", ".join(os.path.join(directory, name) for name in sorted(subdirectories))
+            raise UserError(
+                f"{directory} has several splits of a data set: name those to use, of {splits}"
+            )
         subdirectories[:] = [
             name for name in subdirectories if not name.startswith(".") and name != "__pycache__"
         ]

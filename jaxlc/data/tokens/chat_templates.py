@@ -154,9 +154,9 @@ class ChatTemplate:
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
         ]
         if masked.issuperset(numbers):
-            kind = (
-                "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
-            )
+            roles = dict.fromkeys(message["role"] for message in messages)
+            kind = f"no message has the role {ASSISTANT!r}, only {', '.join(map(repr, roles))}"
+            kind = "all answers have no loss" if numbers else kind
             raise BadRecord(f"{where}: {kind}, so there is nothing to train on")
         self._check(chat, where)
         marked = self._render(chat, where)
