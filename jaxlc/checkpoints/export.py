@@ -66,8 +66,7 @@ from jaxlc.data.tokens.tokenizers import (
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import BLOCKS, SCALES, Nf4Tensor, TensorFiles, TensorWriter
 from jaxlc.hf.files import DTYPES as FILE_DTYPES
-from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, paths_of, read_shard
-from jaxlc.models import decoder
+from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, read_shard, shapes_of
 from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
 from jaxlc.step.state import groups_of
 
@@ -437,8 +436,7 @@ def _write_weights(
         print_to_stderr(
             f"note: the export has the {weights} with the adapters, rounded to {dtype}{experts}"
         )
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    layouts = layouts_of(family, model)
     others, prefix = record.get("tensors", {}), record.get("prefix", "")
     described = _described(layouts, dtype, in_mxfp4)
     tensors = {family.with_prefix(name, prefix): x for name, x in described.items()}
@@ -446,7 +444,8 @@ def _write_weights(
     with TensorWriter(target, tensors, max_shard_bytes) as files:
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
-        paths, sizes = list(abstract), [x.size * x.dtype.itemsize for x in abstract.values()]
+        paths = list(layouts)
+        sizes = [x.size * x.dtype.itemsize for x in shapes_of(model).values()]
         for group in groups_of(sizes):
             progress(sum(sizes[: group[0]]), sum(sizes))
             for path, array in params.read([paths[index] for index in group]).items():
@@ -475,8 +474,7 @@ def _unchanged_mxfp4(
     found = {
         path for path, x in quantized_matrices(config.model, config).items() if x.format == "mxfp4"
     }
-    paths = (path for path, _ in paths_of(decoder.dims_of(config.model)))
-    experts = {path for path in paths if path.endswith(EXPERT_PROJECTIONS)}
+    experts = {path for path in shapes_of(config.model) if path.endswith(EXPERT_PROJECTIONS)}
     has_adapters = not {*EXPERT_PROJECTIONS}.isdisjoint(config.lora.projections)
     is_kept = quantization.get("quant_method") == "mxfp4" and dtype == "bf16" and not base_model
     if not found or experts - found or has_adapters or not is_kept:
@@ -486,11 +484,7 @@ def _unchanged_mxfp4(
 
 def _write_mxfp4(files: TensorWriter, layout: Layout, experts: Mxfp4) -> None:
     """Writes the codes and scales of the experts of all layers."""
-    rows = (
-        slice(None)
-        if layout.tensor.interleaved is None
-        else slice(layout.tensor.interleaved, None, 2)
-    )
+    rows = layout.stored_columns(slice(None))
     for name, codes, scales in zip(layout.names, *map(np.asarray, experts.arrays)):
         blocks = codes.reshape(*scales.shape, MX_BLOCK // 2)
         files.write(name + BLOCKS, blocks, (slice(None), rows))
@@ -512,12 +506,9 @@ def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], n
     Raises:
       UserError: there is no such model, or its tensors have other shapes.
     """
-    model = config.model
-    abstract = decoder.abstract_params(model, model.vocab_size)
-    dims = decoder.dims_of(model)
     directory = find_directory(base, "--base", with_weights=True)
-    files, layouts = open_files(directory, family, abstract, dims, model=model)
-    params = dict(paths_of(abstract))
+    files, layouts = open_files(directory, family, config.model)
+    params = shapes_of(config.model)
 
     def read(path: str) -> np.ndarray:
         index = tuple((0, size, 1) for size in params[path].shape)

@@ -36,7 +36,7 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed, local_path
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
-from jaxlc.hf.load import ROUNDED, VOCAB, left_out, load_params, open_files, paths_of
+from jaxlc.hf.load import ROUNDED, left_out, load_params, open_files, paths_of
 from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
@@ -50,12 +50,12 @@ def check_pretrained(step: TrainStep) -> None:
     Raises:
       UserError: the model cannot be read, or differs from the config.
     """
-    pretrained, model, _, abstract, dims = _source_of(step)
+    pretrained, model, *_ = _source_of(step)
     if pretrained.is_run:
         _check_is_whole(pretrained, step.config.precision.frozen)
     else:
         family = family_of(pretrained.config_json(), model)
-        open_files(pretrained.directory, family, abstract, dims, model=model)
+        open_files(pretrained.directory, family, model)
     if step.config.lora.init_from:
         _adapters_of(step)
 
@@ -79,7 +79,7 @@ def load_pretrained(
     Raises:
       UserError: the model cannot be read, differs from the config, or has NaN or infinite values.
     """
-    pretrained, model, adapter_names, abstract, dims = _source_of(step)
+    pretrained, model, adapter_names, abstract = _source_of(step)
     if pretrained.is_run:
         _check_is_whole(pretrained, step.config.precision.frozen)
         params = _restored_as(pretrained.directory.absolute(), abstract, model.vocab_size)
@@ -88,17 +88,10 @@ def load_pretrained(
             line += ROUNDED
     else:
         family = family_of(pretrained.config_json(), model)
-        params, read = load_params(
-            pretrained.directory,
-            family,
-            abstract,
-            dims,
-            model=model,
-            progress=progress,
-        )
+        params, read = load_params(pretrained.directory, family, abstract, model, progress)
         line = f"weights    {pretrained.directory}, {read}"
     if model.vocab_size < step.config.model.vocab_size:
-        params, names = _with_new_rows(step, params, dims, model.vocab_size)
+        params, names = _with_new_rows(step, params, model.vocab_size)
         line += f"; new rows of {' and '.join(names)} for tokens from {model.vocab_size:,} on"
         if not step.frozen.isdisjoint(names):
             line += f", which are frozen: config.train.trainable={','.join(names)} trains them"
@@ -181,13 +174,12 @@ def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTe
         yield name, tensors[name]
 
 
+_VOCAB = "vocab"  # name of the dimension
 _ROWS = 8192  # of the vocabulary in host memory at a time
 _COVARIANCE_FACTOR = 1e-9
 
 
-def _with_new_rows(
-    step: TrainStep, params: dict, dims: dict, num_tokens: int
-) -> tuple[dict, list[str]]:
+def _with_new_rows(step: TrainStep, params: dict, num_tokens: int) -> tuple[dict, list[str]]:
     """`params` with values for the tokens from `num_tokens` on, and the names of the parameters
     that have them.
 
@@ -197,12 +189,12 @@ def _with_new_rows(
     https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The values depend on config.train.seed
     and not on the mesh: each process adds up all rows in the same order, in float64.
     """
-    names = sorted(name for name in params if VOCAB in dims[name])
+    names = sorted(name for name in params if _VOCAB in step.dims[name])
     extended = dict(params)
     model = step.config.model
     for number, name in enumerate(names):
         param = params[name]
-        axis = dims[name].index(VOCAB)
+        axis = step.dims[name].index(_VOCAB)
         # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same
         random = np.random.RandomState([step.config.train.seed % 2**32, number])
         mean, factor = _distribution_of_rows(param, axis, num_tokens)
@@ -249,10 +241,10 @@ def _distribution_of_rows(
 
 def _source_of(
     step: TrainStep,
-) -> tuple[Pretrained, ModelConfig, frozenset[str], Any, Any]:
+) -> tuple[Pretrained, ModelConfig, frozenset[str], Any]:
     """The model of config.model.init_from and its settings: those of the run, with the size of its
     own vocabulary; the names of the parameters that it does not have, which are adapters; and the
-    shapes and dimensions of the others.
+    shapes of the others.
 
     Raises:
       UserError: the model cannot be found, or its description differs from the config.
@@ -272,9 +264,8 @@ def _source_of(
         frozenset(filter(is_adapter, lora.names_of(step.dims))) if config.lora.rank else frozenset()
     )
     abstract, _ = lora.split(step.abstract_state.params, adapter_names)
-    dims, _ = lora.split(step.dims, adapter_names)
     model = dataclasses.replace(config.model, vocab_size=settings["vocab_size"])
-    return pretrained, model, adapter_names, abstract, dims
+    return pretrained, model, adapter_names, abstract
 
 
 def _check_is_whole(run: Pretrained, frozen: str) -> None:

@@ -311,10 +311,8 @@ def _unsupported(config: Config, what: str) -> Unsupported:
 
 def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, Layout]:
     """The layouts of all parameters but adapters, with the names of transformers 5."""
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     named = {}
-    for path, layout in layouts.items():
+    for path, layout in layouts_of(family, model).items():
         # Released files of MiniMax-M2 have another name for routers; the alias is the name in
         # transformers.
         name = (layout.tensor.alias or layout.tensor).name

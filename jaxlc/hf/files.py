@@ -380,23 +380,22 @@ def _dequantized(
       Unsupported: scales in FP8 files have an unknown dtype.
     """
     method = quantization.get("quant_method")
+    whole, suffixes = {}, ()
     if method == "mxfp4":
-        return _joined_mxfp4(tensors)
-    if method == BITSANDBYTES:
-        return _joined_nf4(tensors)
-    if method != "fp8":
-        return {**tensors}
-    whole = {
-        name: _fp8_tensor(name, tensors, quantization.get("weight_block_size", (128, 128)))
-        for name, tensor in tensors.items()
-        if tensor.dtype == "F8_E4M3" and len(tensor.shape) > 1
-    }
-    scales = {name + _SCALE for name in whole}
-    return {
-        name: whole.get(name, tensor)
-        for name, tensor in tensors.items()
-        if name not in scales and not name.endswith(_ACTIVATION_SCALE)
-    }
+        whole, suffixes = _joined_mxfp4(tensors), (BLOCKS, SCALES)
+    elif method == BITSANDBYTES:
+        whole, suffixes = _joined_nf4(tensors), (_NF4_STATE, *_NF4_PARTS)
+    elif method == "fp8":
+        block_size = quantization.get("weight_block_size", (128, 128))
+        whole = {
+            name: _fp8_tensor(name, tensors, block_size)
+            for name, tensor in tensors.items()
+            if tensor.dtype == "F8_E4M3" and len(tensor.shape) > 1
+        }
+        suffixes = (_SCALE,)
+        tensors = {x: y for x, y in tensors.items() if not x.endswith(_ACTIVATION_SCALE)}
+    parts = {name + suffix for name in whole for suffix in suffixes}
+    return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
 
 
 def _fp8_tensor(
@@ -440,7 +439,7 @@ def _fp8_tensor(
 
 
 def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`tensors` with each weight in NF4 as one tensor.
+    """Each weight in NF4 as one tensor.
 
     Raises:
       Unsupported: it has blocks of other sizes, scales that are not quantized, or another format.
@@ -480,17 +479,13 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             maxima=nested,
             offset=np.float32(state["nested_offset"]),
         )
-    parts = {name + part for name in whole for part in (_NF4_STATE, *_NF4_PARTS)}
-    return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
+    return whole
 
 
 def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one
-    is unchanged.
-    """
-    names = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+    """Each pair of blocks and scales as one tensor, without those that miss the other one."""
     whole = {}
-    for name in names:
+    for name in (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)):
         blocks = tensors[name + BLOCKS]
         scales = tensors.get(name + SCALES)
         expected = () if scales is None else (*scales.shape, MX_BLOCK // 2)
@@ -505,8 +500,7 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
             codes=replace(blocks, shape=(experts, outputs, groups * MX_BLOCK // 2)),
             scales=scales,
         )
-    parts = {name + suffix for name in whole for suffix in (BLOCKS, SCALES)}
-    return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
+    return whole
 
 
 class TensorWriter:

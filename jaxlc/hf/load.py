@@ -31,7 +31,7 @@ from jaxlc.hf.files import (
     StoredTensor,
     TensorFiles,
 )
-from jaxlc.models import quantized
+from jaxlc.models import decoder, quantized
 from jaxlc.models.quantized import Nf4, Quantized, is_quantized
 from jaxlc.runtime.watchdog import problem_of_any_process
 
@@ -76,15 +76,10 @@ class Layout:
         Args:
           param: the parameter at this place, one of `arrays`.
         """
+        slices = self.stored_slices([slice(0, size) for size in self.shape], place)
         stored = self.to_stored(param)
-        if self.tensor.interleaved is not None:
-            columns = slice(self.tensor.interleaved, None, 2)
-            return [((*[slice(None)] * (len(self.stored_shape) - 1), columns), stored)]
-        rows = self.stored_rows(slice(0, self.part_shape[0]))
-        expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
-        if self.tensor.is_transposed:
-            return [((*expert, slice(None), *rows), stored.T)]
-        return [((*expert, x), y) for x, y in zip(rows, np.split(stored, self.num_groups))]
+        stored = stored.T if self.tensor.is_transposed else stored
+        return list(zip(slices, np.split(stored, len(slices))))
 
     @property
     def places(self) -> list[tuple[int, ...]]:
@@ -196,7 +191,6 @@ def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
 
 
 _HEAD = "lm_head.weight"
-VOCAB = "vocab"  # name of the dimension that the mesh pads
 ROUNDED = "; frozen weights are rounded to bf16 (config.precision.frozen)"
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
@@ -205,24 +199,21 @@ def load_params(
     directory: Path,
     family: Family,
     abstract_params: Any,
-    dims: Any,
-    *,
     model: ModelConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict, str]:
     """The parameters of the model in `directory`, and what this process read, for the start report.
 
     Args:
-      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
-      dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab" may be larger than
-        `model.vocab_size`, and is padded with zeros.
+      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory. The vocabulary
+        may be larger than `model.vocab_size`, and is padded with zeros.
       progress: called with the bytes of parameters done and in total.
     Raises:
       UserError: as `open_files`; or a tensor has NaN or infinite values.
       Unsupported: as `open_files`.
     """
-    files, layouts = open_files(directory, family, abstract_params, dims, model=model)
-    abstract = _by_path(abstract_params)
+    files, layouts = open_files(directory, family, model)
+    abstract = dict(paths_of(abstract_params))
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
 
     def load(path: str, param: Any) -> Any:
@@ -268,19 +259,17 @@ def _together(read: Callable[[], T]) -> T:
 
 
 def open_files(
-    directory: Path, family: Family, abstract_params: Any, dims: Any, *, model: ModelConfig
+    directory: Path, family: Family, model: ModelConfig
 ) -> tuple[TensorFiles, dict[str, Layout]]:
     """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
 
-    Args:
-      abstract_params, dims, model: as `load_params`.
     Raises:
       UserError: a file or tensor is missing, is damaged or has an unexpected shape.
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
     files.tensors = language_tensors(files, family, model)
-    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
+    layouts = layouts_of(family, model, files.tensors)
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]
         layouts[_HEAD] = dataclasses.replace(
@@ -305,12 +294,13 @@ def left_out(
     return tensors, ", ".join(texts)
 
 
+def shapes_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """All parameters but adapters by path, without vocabulary padding."""
+    return dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+
+
 def layouts_of(
-    family: Family,
-    abstract: Mapping[str, Any],
-    dims: Mapping[str, tuple[str, ...]],
-    model: ModelConfig,
-    stored: Mapping[str, StoredTensor] | None = None,
+    family: Family, model: ModelConfig, stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, Layout]:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary
     padding.
@@ -319,19 +309,18 @@ def layouts_of(
       stored: the tensors in the files by name, which may be aliases.
     """
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
+    abstract = shapes_of(model)
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
         if not path.startswith(tuple(stacks)):
-            sizes = zip(dims[path], param.shape)
-            shape = tuple(model.vocab_size if dim == VOCAB else size for dim, size in sizes)
-            layouts[path] = Layout(tensor=outside[path], shape=shape)
+            layouts[path] = Layout(tensor=outside[path], shape=param.shape)
     for stack, layers in stacks.items():
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
         tensors = family.tensors_of(layer.mixers, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own, others = (
             {
-                path: _stacked_layout(choice(tensor), tuple(abstract[path].shape), layers)
+                path: _stacked_layout(choice(tensor), abstract[path].shape, layers)
                 for tensor, path in paths.items()
                 if path in abstract
             }
@@ -387,10 +376,6 @@ def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
         tree, is_leaf=lambda x: isinstance(x, (tuple, Quantized))
     ):
         yield "/".join(key.key for key in path), leaf
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return dict(paths_of(tree))
 
 
 def _num_bytes(param: Any) -> int:

@@ -20,8 +20,7 @@ from ml_collections import ConfigDict
 from jaxlc.config import load
 from jaxlc.config.models.config_json import family_of, language_model_of
 from jaxlc.config.models.pretrained import read_json
-from jaxlc.hf.load import layouts_of, paths_of
-from jaxlc.models import decoder
+from jaxlc.hf.load import layouts_of, paths_of, shapes_of
 from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -133,8 +132,8 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     model = step.config.model
     content = read_json(Path(model.init_from) / "config.json")
     family = family_of(language_model_of(content), model)
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    abstract = shapes_of(model)
+    layouts = layouts_of(family, model)
     by_name = {}
     for path, param in paths_of(params):
         layout = layouts[path]

@@ -13,8 +13,7 @@ import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.core.errors import UserError
-from jaxlc.hf.load import open_files, paths_of, read_shard
-from jaxlc.models import decoder
+from jaxlc.hf.load import open_files, read_shard, shapes_of
 from tests.hf.comparison import by_names_in_files, needs_transformers, run_jobs
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors
 from tests.hf.test_export import assert_same_bits, tensors_in
@@ -107,10 +106,8 @@ def test_fp8_weights_equal_their_definition(
 def test_read_shard_of_fp8_reads_only_its_bytes_and_their_scales(tmp_path):
     write_fp8(tmp_path / "model", "llama", BLOCK)
     model = config_of(tmp_path / "model").model
-    abstract = decoder.abstract_params(model, model.vocab_size)
-    dims = decoder.dims_of(model)
-    files, layouts = open_files(tmp_path / "model", FAMILIES["llama"], abstract, dims, model=model)
-    param = dict(paths_of(abstract))["layers/mlp/w_down"]
+    files, layouts = open_files(tmp_path / "model", FAMILIES["llama"], model)
+    param = shapes_of(model)["layers/mlp/w_down"]
     num_layers = param.shape[0]
     index = (0, num_layers, 1), (30, 48, 1), (16, 30, 1)  # rows 16 to 29 of the file
     shard = read_shard(files, layouts["layers/mlp/w_down"], index, param)

@@ -44,16 +44,16 @@ import numpy as np
 from jaxlc.config import load
 from ml_collections import ConfigDict
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.hf.load import layouts_of, paths_of, read_shard
+from jaxlc.hf.load import layouts_of, paths_of, read_shard, shapes_of
 from jaxlc.hf.files import TensorFiles
 from jaxlc.models import decoder
 from tests.hf.test_large_files import SHARE
 
 directory = Path(sys.argv[1])
 model = load(ConfigDict({"model": {"init_from": str(directory)}})).model
-abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+abstract = shapes_of(model)
 dims = dict(paths_of(decoder.dims_of(model)))
-layouts = layouts_of(FAMILIES["llama"], abstract, dims, model)
+layouts = layouts_of(FAMILIES["llama"], model)
 files = TensorFiles(directory)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 kept = []

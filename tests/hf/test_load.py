@@ -32,8 +32,7 @@ from jaxlc.core import errors
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.evals.evaluate_run import results_directory
 from jaxlc.hf.files import TensorFiles
-from jaxlc.hf.load import layouts_of, left_out, paths_of, read_shard
-from jaxlc.models import decoder
+from jaxlc.hf.load import layouts_of, left_out, paths_of, read_shard, shapes_of
 from jaxlc.models.quantized import Nf4
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
@@ -721,9 +720,9 @@ def test_load_reads_the_bytes_of_each_distinct_shard_once(tmp_path):
 def test_read_shard_reads_only_its_share(case, shards, tmp_path):
     files = TensorFiles(write_model(tmp_path / "model", case))
     model = config_of(tmp_path / "model").model
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    abstract = shapes_of(model)
     family = FAMILIES[CASES[case].config["model_type"]]
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    layouts = layouts_of(family, model)
     for path, (cut, parts) in shards.items():
         param = abstract[path]
         index = [(0, size, 1) for size in param.shape]
@@ -740,10 +739,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
     model = dataclasses.replace(
         PRESETS["tiny"], num_layers=7, layer_kinds=("full", "wide", "full"), kinds=kinds
     )
-    abstract, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
-    layouts = layouts_of(
-        FAMILIES["llama"], *(dict(paths_of(tree)) for tree in (abstract, dims)), model
-    )
+    layouts = layouts_of(FAMILIES["llama"], model)
     queries = {path: layout for path, layout in layouts.items() if path.endswith("/wq")}
     assert {path: list(layout.layers or ()) for path, layout in queries.items()} == {
         "layers/full/attention/wq": [0, 2, 3, 5],
