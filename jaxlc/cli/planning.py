@@ -344,14 +344,13 @@ class RecommendFlags(NodeFlags):
     out: str = "recommended.py"  # config file to write
 
 
-def recommend_stages(command: ParsedCommand[RecommendFlags], verb: str = "recommend") -> int:
-    """Prints a recommendation for each stage, and writes the config file if each has one.
-
-    Args:
-      verb: of the command. `init` writes a file that does not depend on the given config, unless that has stages.
+def _recommend(command: ParsedCommand[RecommendFlags]) -> int:
+    """Prints a recommendation for each stage, and writes the config file if each has one. That of
+    `init` does not depend on the given config, unless that has stages.
     """
     start_seconds = time.monotonic()
     flags, stages, path = command.flags, command.stages, Path(command.flags.out)
+    verb = "init" if isinstance(flags, InitFlags) else "recommend"
     source, model = flags.config, flags.model or ""
     topology = target_topology(flags.topology, stages[0].config)
     check_path(path)
@@ -471,7 +470,7 @@ def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
 
 recommend_main = functools.partial(
     run_main,
-    recommend_stages,
+    _recommend,
     flags=RecommendFlags,
     base=base_config,
     interrupted=_KEPT,
@@ -494,12 +493,6 @@ class InitFlags(RecommendFlags):
     # files, directories or glob patterns, separated by commas; of traces or prompts for a recipe that trains on these
     data: str = ""
     out: str = "my_config.py"  # config file to write
-
-
-def init_main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status."""
-    command = functools.partial(recommend_stages, verb="init")
-    return run_main(command, argv, flags=InitFlags, base=recipe_config, interrupted=_KEPT)
 
 
 def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> ConfigDict | None:
@@ -530,3 +523,12 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
         else:
             data.sources = paths
     return config
+
+
+init_main = functools.partial(
+    run_main,
+    _recommend,
+    flags=InitFlags,
+    base=recipe_config,
+    interrupted=_KEPT,
+)

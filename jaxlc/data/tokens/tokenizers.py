@@ -330,7 +330,13 @@ class HuggingFaceTokenizer:
         named = named_tokens(read_tokenizer_config(path.parent))
         usual = (token for token in _END_OF_DOCUMENT if token in special)
         usual = next(usual, named.get("eos_token", ""))
-        self.end_of_document_id = self._end_token_id(data.end_token or usual)
+        if not (data.end_token or usual):
+            raise UserError(
+                f"data.tokenizer {name!r} has no end-of-document token: its special tokens are"
+                f" {special[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them, or set"
+                " --config.data.end_token to one of its tokens"
+            )
+        self.end_of_document_id = self._token_id("data.end_token", data.end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         if data.end_token not in ("", usual) or data.parse_special_tokens:
             self._add_to_fingerprint(
@@ -401,15 +407,6 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=not special_tokens
         )
-
-    def _end_token_id(self, token: str) -> int:
-        if not token:
-            raise UserError(
-                f"data.tokenizer {self.name!r} has no end-of-document token: its special tokens are"
-                f" {self._special_tokens()[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them, or set"
-                " --config.data.end_token to one of its tokens"
-            )
-        return self._token_id("data.end_token", token)
 
     def _token_id(self, setting: str, token: str) -> int:
         number = self._tokenizer.token_to_id(token)

@@ -85,8 +85,11 @@ def _needed(stats: Any, memory: str) -> int:
     return argument + output - alias + temp
 
 
-def split_text(text: str) -> tuple[str, dict[str, Any]]:
-    """The settings and the manifest of a resolved_config.py; an empty one if it cannot be read."""
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """The settings and the manifest of a resolved_config.py, empty without the file; an empty
+    manifest if it cannot be read.
+    """
+    text = path.read_text(errors="replace") if path.exists() else ""
     settings, _, manifest = text.partition(_MARKER)
     try:
         return settings, ast.literal_eval(manifest.strip()) if manifest else {}
@@ -94,10 +97,11 @@ def split_text(text: str) -> tuple[str, dict[str, Any]]:
         return settings, {}
 
 
-def joined_text(settings: str, manifest: dict[str, Any]) -> str:
-    """The text of a resolved_config.py."""
+def _write(path: Path, settings: str, manifest: dict[str, Any]) -> None:
+    """Writes a resolved_config.py."""
     entries = "".join(f"    {name!r}: {value!r},\n" for name, value in manifest.items())
-    return f"{settings.rstrip()}\n{_MARKER}{{\n{entries}}}\n"
+    with replacing(path) as out:
+        out.write(f"{settings.rstrip()}\n{_MARKER}{{\n{entries}}}\n".encode())
 
 
 def _commit() -> str:
@@ -134,14 +138,13 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     """
     path = workdir / CONFIG_COPY
     text = config_text(stages)
-    has_copy = path.exists()
-    text_before, manifest = split_text(path.read_text(errors="replace")) if has_copy else ("", {})
-    is_changed = has_copy and text_before.rstrip() != text.rstrip()
+    is_changed = path.exists()
+    text_before, manifest = _read(path)
+    is_changed &= text_before.rstrip() != text.rstrip()
     if is_changed:
         numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
         kept = path.replace(next(file for file in numbered if not file.exists()))
-    with replacing(path) as out:
-        out.write(joined_text(text, make_manifest(manifest)).encode())
+    _write(path, text, make_manifest(manifest))
     if not is_changed:
         return None
     before = _settings(kept)
@@ -163,10 +166,9 @@ def keep_plan(workdir: Path, stage: str, plan: dict[str, Any]) -> None:
       OSError: the file cannot be written.
     """
     path = workdir / CONFIG_COPY
-    text, manifest = split_text(path.read_text(errors="replace"))
+    text, manifest = _read(path)
     manifest["plan"] = {**manifest.get("plan", {}), stage: plan}
-    with replacing(path) as out:
-        out.write(joined_text(text, manifest).encode())
+    _write(path, text, manifest)
 
 
 def differing_kernel(workdir: Path, stage: str, step: TrainStep) -> str | None:
@@ -193,8 +195,7 @@ def differing_kernel(workdir: Path, stage: str, step: TrainStep) -> str | None:
 
 def read_manifest(workdir: Path) -> dict[str, Any]:
     """The manifest of the last start; empty if there is none."""
-    path = workdir / CONFIG_COPY
-    return split_text(path.read_text(errors="replace"))[1] if path.exists() else {}
+    return _read(workdir / CONFIG_COPY)[1]
 
 
 def run_id_everywhere(workdir: Path) -> str:

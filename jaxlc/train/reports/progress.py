@@ -119,8 +119,9 @@ class Progress:
     ):
         self._is_primary = is_primary
         self._log_file: Path | None = None
-        self._unwritten: list[str] = []  # before `log_to`
-        self._is_log_closed = False  # after an error
+        self._unwritten = (
+            ""  # text for the file; of other processes, and after an error, never written
+        )
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
@@ -199,27 +200,26 @@ class Progress:
 
     def log_to(self, path: Path) -> None:
         """Appends to a file what was printed before this call, and what is printed from now on."""
-        self._log_file = path
-        self._write("".join(self._unwritten))
+        self._log_file = path if self._is_primary else None
+        self._write()
 
     def _append(self, text: str) -> None:
         """Adds to the log; one line has the time before it."""
         stamp = "" if "\n" in text else time.strftime("%Y-%m-%d %H:%M:%S ")
-        if self._log_file is None:
-            self._unwritten.append(f"{stamp}{text}\n")
-        else:
-            self._write(f"{stamp}{text}\n")
+        self._unwritten += f"{stamp}{text}\n"
+        self._write()
 
-    def _write(self, text: str) -> None:
-        if self._log_file is None or self._is_log_closed or not self._is_primary:
+    def _write(self) -> None:
+        if (path := self._log_file) is None:
             return
         try:
-            with self._log_file.open("a", encoding="utf-8") as out:
-                out.write(text)
+            with path.open("a", encoding="utf-8") as out:
+                out.write(self._unwritten)
+            self._unwritten = ""
         except OSError as error:  # the run goes on until its disk has no space for a checkpoint
-            self._is_log_closed = True
+            self._log_file = None
             self.log(
-                f"warning: cannot write to {displayed(self._log_file)} ({reason_of(error)}); the log ends here"
+                f"warning: cannot write to {displayed(path)} ({reason_of(error)}); the log ends here"
             )
 
     @contextmanager

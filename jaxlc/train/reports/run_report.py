@@ -54,7 +54,10 @@ def step_lines(step: TrainStep) -> list[str]:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
     model = [*_model_lines(step), _optimizer_line(step), _precision_line(step)]
-    mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
+    mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}"]
+    if device.platform == "gpu":
+        version = cudnn.version_text(cudnn.version_for(device) or ())
+        mesh.append(f"cudnn      {version or 'not found'}")
     if step.model is not None:
         return [*model, *mesh, f"step       {batch}", _checkpoints_line(config.train)]
     return [
@@ -66,12 +69,6 @@ def step_lines(step: TrainStep) -> list[str]:
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         _checkpoints_line(config.train),
     ]
-
-
-def _cudnn_lines(device: jax.Device) -> list[str]:
-    if device.platform != "gpu":
-        return []
-    return [f"cudnn      {cudnn.version_text(cudnn.version_for(device) or ()) or 'not found'}"]
 
 
 def _model_lines(step: TrainStep) -> list[str]:
@@ -142,7 +139,7 @@ def _optimizer_line(step: TrainStep) -> str:
 
 def _precision_line(step: TrainStep) -> str:
     config = step.config
-    precision = step.config.precision
+    precision = config.precision
     products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
     frozen = ""
     if config.lora.rank or config.train.trainable or config.train.frozen:
