@@ -74,7 +74,11 @@ def test_encoded_answers_decode_to_the_text(tmp_path: Path):
 @pytest.mark.parametrize(
     "messages, template, message",
     [
-        ([{"role": "user", "content": "x"}], CHATML, "no message has the role 'assistant', only 'user', so"),
+        (
+            [{"role": "user", "content": "x"}],
+            CHATML,
+            "no message has the role 'assistant', only 'user', so",
+        ),
         ([{"role": "assistant", "content": "\ufdd0"}], CHATML, "noncharacter"),
         (
             [{"role": "assistant"}],
