@@ -30,14 +30,27 @@ configs:
   data_files: chats/train.jsonl
 ---
 """
-# Prints a line of JSON for each list of arguments: names of sources, then those of chats to evaluate on.
+# Prints a line of JSON for each list of arguments: names of sources, then those of chats to evaluate on. Before, a line
+# for the source that is streamed: its texts by sequence, its number of chunks, and its files.
 SCRIPT = """
 import json, sys
+from jaxlc.config import defaults, load
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data import open_corpus
+from jaxlc.data import data_sources, open_corpus
 from jaxlc.data.texts.sources import list_files
-cache, *calls = map(json.loads, sys.argv[1:])
+cache, streamed, *calls = map(json.loads, sys.argv[1:])
+if streamed:
+    config = defaults()
+    config.model.vocab_size, config.train.eval_sequences = 257, 0
+    config.data.update(sources=(streamed,), stream=True, stream_cache_gib=2**-12, seq_len=1024, cache_dir=cache)
+    stream = data_sources.open(load(config))
+    while len(counts := stream.train.counts(10**9)) < len(stream.train.chunks):
+        stream.train.at(sum(counts))
+    sequences = [stream.train[i] for i in range(sum(counts))]
+    texts = [stream.tokenizer.decode(x["tokens"][x["segment_ids"] == n])
+             for x in sequences for n in range(1, x["segment_ids"].max() + 1)]
+    print(json.dumps([texts, len(counts), list(stream.identity)]))
 for sources, evaluated in calls:
     try:
         files = [(x.name, str(x.path)) for x in list_files(sources).files]
@@ -49,23 +62,6 @@ for sources, evaluated in calls:
         print(json.dumps([files, corpus.warnings, corpus.train.num_documents, answers, corpus.fingerprint]))
     except UserError as error:
         print(json.dumps(str(error)))
-"""
-# Streams an epoch of a source; prints its texts by sequence, its number of chunks, and its files.
-STREAM = """
-import json, sys
-from jaxlc.config import defaults, load
-from jaxlc.data import data_sources
-cache, source = map(json.loads, sys.argv[1:])
-config = defaults()
-config.model.vocab_size, config.train.eval_sequences = 257, 0
-config.data.update(sources=(source,), stream=True, stream_cache_gib=2**-12, seq_len=1024, cache_dir=cache)
-stream = data_sources.open(load(config))
-while len(counts := stream.train.counts(10**9)) < len(stream.train.chunks):
-    stream.train.at(sum(counts))
-sequences = [stream.train[i] for i in range(sum(counts))]
-texts = [stream.tokenizer.decode(x["tokens"][x["segment_ids"] == n])
-         for x in sequences for n in range(1, x["segment_ids"].max() + 1)]
-print(json.dumps([texts, len(counts), list(stream.identity)]))
 """
 
 
@@ -89,15 +85,17 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def opened(hub: Hub, tmp_path: Path, *calls: tuple[list[str], list[str]], **more: str) -> list:
-    return run(SCRIPT, hub, tmp_path, *calls, **more)
-
-
-def run(script: str, hub: Hub, tmp_path: Path, *values: object, **more: str) -> list:
+def opened(
+    hub: Hub,
+    tmp_path: Path,
+    *calls: tuple[list[str], list[str]],
+    streamed: str = "",
+    **more: str,
+) -> list:
     home = dict(HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=hub.url)
     env = environment.for_user() | home | dict(HF_HUB_DISABLE_XET="1", JAX_PLATFORMS="cpu") | more
-    arguments = [str(tmp_path / "tokens"), *values]
-    command = [sys.executable, "-c", script, *map(json.dumps, arguments)]
+    arguments = [str(tmp_path / "tokens"), streamed, *calls]
+    command = [sys.executable, "-c", SCRIPT, *map(json.dumps, arguments)]
     result = subprocess.run(
         command, env=env, text=True, capture_output=True, timeout=helpers.TIMEOUT_SECONDS
     )
@@ -117,7 +115,7 @@ REFUSED = {
 }
 
 
-def test_split_is_read_after_interruptions_and_changes_or_refused_in_one_sentence(
+def test_split_is_read_after_interruptions_and_changes_streamed_or_refused_in_one_sentence(
     hub: Hub, tmp_path: Path
 ):
     """One test, since each start of another process takes seconds."""
@@ -143,24 +141,23 @@ def test_split_is_read_after_interruptions_and_changes_or_refused_in_one_sentenc
     second = repo.commit({"plain/test.parquet": repo.commits[first]["plain/train-0.parquet"]})
     pinned = [f"hub:org/talk@{first}/plain/test"], []
     refused = [([name], []) for name in REFUSED]
-    after, kept, *errors = opened(hub, tmp_path, branch, pinned, *refused)
+    source = f"hub:org/talk@{second}/plain/train"
+    stream, after, kept, *errors = opened(hub, tmp_path, branch, pinned, *refused, streamed=source)
     assert f"is hub:org/talk@{first} now: name this commit" in before[1][0]
     assert f"is hub:org/talk@{second} now" in after[1][0]
     assert before[4] != after[4] and before[4] == kept[4]
     for error, (name, expected) in zip(errors, REFUSED.items(), strict=True):
         assert name in error and expected in error and "\n" not in error
 
-
-def test_streamed_split_has_every_document_and_is_not_downloaded(hub: Hub, tmp_path: Path):
-    commit = hub.repos["datasets/org/talk"].main
-    name = f"hub:org/talk@{commit}/plain/train"
-    ((texts, num_chunks, identity),) = run(STREAM, hub, tmp_path, name)
+    # A stream has every document, and is not downloaded to the cache.
+    texts, num_chunks, identity = stream
     assert sorted(texts) == sorted(TEXTS)
-    files = [f"plain/train-{i}.parquet" for i in range(2)]
+    paths = [f"plain/train-{i}.parquet" for i in range(2)]
     assert num_chunks == 2 and identity[:2] == [
-        f"hf://datasets/org/talk@{commit}/{x}" for x in files
+        f"hf://datasets/org/talk@{second}/{path}" for path in paths
     ]
-    assert not [*(tmp_path / "hf").rglob("*.parquet")]
+    downloaded = {path.name for path in (tmp_path / "hf").rglob(f"{second}/plain/*")}
+    assert downloaded == {"test.parquet"}
 
 
 @pytest.mark.parametrize(
