@@ -156,6 +156,14 @@ def test_commands_print_help_and_errors_without_jax():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("package", ["data", "generation", "plan", "profile", "train"])
+def test_packages_that_verbs_import_first_do_so_without_notes_of_the_cuda_plugin(package):
+    """Without a GPU, the plugin writes three notes to stderr when JAX is imported."""
+    tree = tree_of(PACKAGE / package / "__init__.py")
+    imported = [modules for node in tree.body if (modules := imports_of([node]))]
+    assert next(x for x in imported if "jaxlc" in str(x)) == {"jaxlc.runtime.stderr"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_module_and_function_sizes_are_limited(path):
     assert len(path.read_text().splitlines()) <= 650

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jaxlc.config import Config, RuntimeConfig, with_settings
+from jaxlc.config import Config, RuntimeConfig
 from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.settings import hint_at
@@ -82,11 +82,6 @@ def start_on_cpu() -> None:
     from jaxlc.runtime.start import start
 
     start(RuntimeConfig(num_processes=1))
-
-
-def with_transport(config: Config, transport: str) -> Config:
-    """The config with the transport of --transport; unchanged if it is ""."""
-    return with_settings(config, {"runtime.transport": transport}) if transport else config
 
 
 def target_topology(topology: str, config: Config) -> str:

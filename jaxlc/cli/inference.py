@@ -205,7 +205,6 @@ def _eval(command: ParsedCommand[EvalFlags]) -> int:
         )
     _start_simulated(flags)
     settings = eval_settings(settings_in(flags, EvalSettings))
-    import_jax()
     from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
     from jaxlc.evals.figures import draw_maps, draw_overlays
     from jaxlc.evals.predictions import comparison, step_directories

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from jaxlc.cli.flags import (
     progress,
     start_on_cpu,
     target_topology,
-    with_transport,
     write_json,
 )
 from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_settings
@@ -83,7 +83,9 @@ def _plan(command: ParsedCommand[PlanFlags], command_line: str) -> int:
     """Plans every stage, prints the result, and writes the output files."""
     flags = command.flags
     stages = command.stages
-    configs = [with_transport(stage.config, flags.transport) for stage in stages]
+    configs = [stage.config for stage in stages]
+    if flags.transport:
+        configs = [with_settings(x, {"runtime.transport": flags.transport}) for x in configs]
     topology = target_topology(flags.topology, configs[0])
     num_stages = len(stages)
     for name, path in (("json", flags.json), ("html", flags.html), ("timeline", flags.timeline)):
@@ -355,6 +357,8 @@ def _recommend(command: ParsedCommand[RecommendFlags]) -> int:
     topology = target_topology(flags.topology, stages[0].config)
     check_path(path)
     start_on_cpu()
+    if isinstance(flags, InitFlags):
+        _note_missing(flags.data)
     from jaxlc.plan.packing_estimates import read_documents
     from jaxlc.search.recommendation import config_source, page, recommend
     from jaxlc.simulate.roofline import from_file
@@ -406,6 +410,19 @@ def _recommend(command: ParsedCommand[RecommendFlags]) -> int:
     texts = "" if verb == "init" else " --config.data.sources=TEXTS"
     print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path}{texts}")
     return 0
+
+
+def _note_missing(data: str) -> None:
+    """Prints a warning before the search if files of --data are not here or cannot be used; they may
+    be on another machine.
+    """
+    from jaxlc.data.texts.sources import PHONE_BOOK, list_files
+
+    names = [x for x in data.split(",") if x not in ("", PHONE_BOOK)]
+    try:
+        list_files([x for x in names if not re.match(r"hub:|\w+://", x)], "--data")
+    except UserError as error:
+        log(f"warning: {error}")
 
 
 def check_path(path: Path) -> None:
@@ -510,7 +527,7 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     config.attention.update(strategy=attention.strategy, ulysses_degree=attention.ulysses_degree)
     if paths := tuple(filter(None, flags["data"].split(","))):
         data = config.data
-        sources = [*config.data.mixture]
+        sources = [*data.mixture]
         if config.rollouts.source == "model":
             config.rollouts.prompts = paths
         elif data.traces or config.posttrain.loss:

@@ -22,6 +22,7 @@ from jaxlc.config.frozen import FROM_LENGTHS, Stage, StageConfig, refusal, to_di
 from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import Tokens, as_python, defaults_of, flattened, typed
 from jaxlc.core.errors import SettingError, UserError, checked
@@ -286,7 +287,8 @@ def _find(name: str) -> Path:
                 f"invalid config file {name!r}: expected a Python file that defines get_config(variant)"
             )
         return path
-    if name in PRESETS or (is_model_id(name) and path.suffix != ".py" and not path.parent.is_dir()):
+    is_id = is_model_id(name) and path.suffix != ".py" and not path.parent.is_dir()
+    if name in PRESETS or is_id or (path / CONFIG_FILE).is_file():
         setting = "preset" if name in PRESETS else "init_from"
         raise UserError(
             f"{name!r} is a model, not a config: use --config=64k --config.model.{setting}={name}"

@@ -9,6 +9,7 @@ any number of processes.
 
 from typing import Any
 
+import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc.data.corpus import Corpus, open_corpus
 
 __all__ = ["Corpus", "Examples", "open", "open_corpus", "show"]

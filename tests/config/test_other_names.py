@@ -260,3 +260,9 @@ def test_command_line_of_another_program_leads_to_the_setting(arguments, words):
     with pytest.raises(UserError) as caught:
         parse(["program", *arguments])
     assert words in str(caught.value)
+
+
+def test_directory_of_a_model_as_a_config_names_its_setting(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"a model, .* --config.model.init_from={tmp_path}$"):
+        parse(["program", f"--config={tmp_path}"])

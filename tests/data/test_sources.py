@@ -149,6 +149,11 @@ def test_split_hash_is_stable_and_uniform():
         ),
         (
             "a.jsonl",
+            b'{"messages": []}\n',
+            r"no field 'text' .* holds the document, or for chats chat_format of a source in",
+        ),
+        (
+            "a.jsonl",
             b'["text"]\n',
             r"a.jsonl:1: expected a JSON object, not a list; fix or remove this record",
         ),

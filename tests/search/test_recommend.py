@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxlc.cli.planning import (
     InitFlags,
     _base,
+    _note_missing,
     check_path,
     init_main,
     plan_main,
@@ -861,6 +862,25 @@ def test_init_with_several_sources_names_a_setting_for_each():
         parse(arguments, flags=InitFlags, base=recipe_config)
     with pytest.raises(UserError, match="use --model=NAME, or --config=RECIPE"):
         parse(["jaxlc init", "--topology=h100:1x1"], flags=InitFlags, base=recipe_config)
+
+
+@pytest.mark.parametrize(
+    ("data", "note"),
+    [
+        ("missing.jsonl", "--data: 'missing.jsonl' does not exist"),
+        ("a.jsonl,b.bin", "--data: 'b.bin' contains no file with a supported suffix"),
+        ("a.jsonl,hub:org/talk,s3://bucket/a,phone-book", ""),
+        ("", ""),
+    ],
+)
+def test_init_warns_of_data_that_is_not_here(data, note, tmp_path, monkeypatch, capsys):
+    """It may be on the machine of the GPUs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.bin"):
+        Path(name).touch()
+    _note_missing(data)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"warning: {note}") if note else not printed
 
 
 @pytest.mark.full

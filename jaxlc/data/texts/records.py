@@ -33,6 +33,7 @@ CSV_SUFFIX = ".csv"
 LISTED_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)  # in directories
 NAMED_SUFFIXES = (ARRAY_SUFFIX, CSV_SUFFIX)  # read only where files are named
 RECORD_SUFFIXES = (*LISTED_SUFFIXES, *NAMED_SUFFIXES)
+_CHATS = {"messages", "conversations"}  # the usual fields of chats
 _RECORDS_AT_ONCE = 256
 _NESTED_RECORDS_AT_ONCE = 32
 # A file may be much smaller than its records: compressed ones are read in a stream, and each record
@@ -117,13 +118,17 @@ def field_of(record: Record, field: str, field_setting: str) -> Any:
     value: Any = record.values
     for name in field.split("."):
         if not isinstance(value, dict) or name not in value:
-            fields = list(value) if isinstance(value, dict) else type(value).__name__
-            raise BadRecord(
-                f"{record.where}: no field {field!r} (the fields are {fields}); set {field_setting} to the field that"
-                " holds the document"
-            )
+            fields = list(value) if isinstance(value, dict) else [type(value).__name__]
+            raise BadRecord(_missing(record.where, field, fields, field_setting))
         value = value[name]
     return value
+
+
+def _missing(where: str, field: str, fields: Sequence[str], field_setting: str) -> str:
+    advice = f"set {field_setting} to the field that holds the document"
+    if not _CHATS.isdisjoint(fields):
+        advice += ", or for chats chat_format of a source in config.data.mixture"
+    return f"{where}: no field {field!r} (the fields are {fields}); {advice}"
 
 
 def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[tuple[int, Any]]:
@@ -345,10 +350,7 @@ def needed_columns(
         return [name for name in others if name in columns]
     column = field if field in columns else field.partition(".")[0]
     if column not in columns:
-        raise UserError(
-            f"{path}: no field {field!r} (the fields are {columns}); set {field_setting} to the field that holds the"
-            " document"
-        )
+        raise UserError(_missing(str(path), field, columns, field_setting))
     return [column, *(name for name in others if name in columns and name != column)]
 
 
