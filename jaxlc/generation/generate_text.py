@@ -38,6 +38,7 @@ from jaxlc.generation.generator import (
 from jaxlc.generation.sampling import Sampling
 from jaxlc.models import decoder
 from jaxlc.models.contract import layout_for
+from jaxlc.posttrain.trees import num_equal
 from jaxlc.step.language_model import LanguageModel, TrainedModel
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep
@@ -397,9 +398,7 @@ class ChatSession:
         """Returns how many of the tokens in the cache are kept: those before the first difference,
         without the last token of `ids`, whose logits are needed.
         """
-        length = min(len(self._ids), len(ids) - 1)
-        differences = np.flatnonzero(self._ids[:length] != ids[:length])
-        kept = int(differences[0]) if len(differences) else length
+        kept = num_equal(self._ids, ids[:-1])
         if any(self._batch.is_state):
             while self._states[-1][0] > kept:
                 self._states.pop()

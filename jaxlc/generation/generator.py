@@ -197,11 +197,6 @@ class CachedStep:
         multiple = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         return -(-num_prompts // multiple) * multiple
 
-    @property
-    def decode_tokens(self) -> int:
-        """See `decode_tokens`."""
-        return decode_tokens(self.mesh)
-
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
         """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of two from 2, so that
         prompts of similar lengths use the same program, which is not the one of a decoding step.
@@ -212,9 +207,8 @@ class CachedStep:
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
         # A rank receives the tokens that its layers reach from the rank before it only.
         chunk_tokens = max(chunk_tokens, reach(self.config.model) * self.mesh.shape[CONTEXT])
-        return self.decode_tokens * 2 ** max(
-            1, math.ceil(math.log2(chunk_tokens / self.decode_tokens))
-        )
+        smallest = decode_tokens(self.mesh)
+        return smallest * 2 ** max(1, math.ceil(math.log2(chunk_tokens / smallest)))
 
 
 def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> dict:
@@ -489,7 +483,7 @@ class Batch:
         return self._run(
             list(tokens_B[:, None]),
             np.ones(len(tokens_B), np.int32),
-            self._generator.cached_step.decode_tokens,
+            decode_tokens(self._generator.mesh),
         )
 
     def choose(

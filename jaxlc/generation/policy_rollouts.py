@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import queue
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -241,9 +242,7 @@ def prompts_of_step(config: Config, num_prompts: int, step: int) -> list[int]:
 
 
 def _num_without_advantage(records: Sequence[Mapping[str, Any]]) -> int:
-    rewards: dict[str, set[float]] = {}
-    for record in records:
-        rewards.setdefault(record["group"], set())
-        if FAILED not in record:
-            rewards[record["group"]].add(record["reward"])
-    return sum(len(values) < 2 for values in rewards.values())
+    groups = {record["group"] for record in records}
+    rewards = {(record["group"], record["reward"]) for record in records if FAILED not in record}
+    num_rewards = Counter(group for group, _ in rewards)
+    return sum(num_rewards[group] < 2 for group in groups)

@@ -130,9 +130,8 @@ class Trace:
         )
 
 
-# tokens int [n], which are in the loss, bool [n], what precedes the first answer, and whether the last token is
-# the end of a text that is an answer
-_Encoded = tuple[np.ndarray, np.ndarray, bytes, bool]
+# tokens int [n], which are in the loss, bool [n], and what precedes the first answer
+_Encoded = tuple[np.ndarray, np.ndarray, bytes]
 
 
 @dataclass(frozen=True)
@@ -209,13 +208,10 @@ class TraceReader:
     def _trace(
         self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any
     ) -> Trace:
-        tokens, in_loss, prompt, has_end = self._encoded(values, answer, where, is_sampled)
+        tokens, in_loss, prompt = self._encoded(values, answer, where, is_sampled)
         tokens = self._checked(tokens, where)
         in_loss[:1] = False  # the first token has no earlier one
         recorded = {name: values[name] for name in LOG_PROBS if name in values}
-        if has_end and any(array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
-            tokens = tokens[:-1]
-            in_loss = in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
         if self.experts_of is not None:
@@ -276,7 +272,7 @@ class TraceReader:
                     f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens"
                 )
             in_loss = in_loss.astype(bool)
-            return tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]), False
+            return tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()])
         if is_chat(answer) or (answer is not None and is_chat(prompt)):
             return self._encoded_chat(read_answer(values, name, where), where, is_truncated)
         for chat_format, key in CHAT_FIELDS.items():
@@ -311,11 +307,12 @@ class TraceReader:
         if is_text:
             tokens = with_start(tokens, self.encoder.tokenizer)
             in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
-        has_end = is_text_answer and not is_truncated
-        if has_end:
+        without_end = (in_loss[1:].sum(),)
+        lacks_end = any(array_of(values.get(x)).shape == without_end for x in LOG_PROBS)
+        if is_text_answer and not is_truncated and not lacks_end:
             tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
             in_loss = np.append(in_loss, True)
-        return tokens, in_loss, _bytes_of(prompt), has_end
+        return tokens, in_loss, _bytes_of(prompt)
 
     def _encoded_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
         marked = self.encoder.render(chat, where)
@@ -324,7 +321,7 @@ class TraceReader:
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
             marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
         prompt = marked.text[: marked.answers[0][0]]
-        return *self._with_mask(marked), _bytes_of(prompt), False
+        return *self._with_mask(marked), _bytes_of(prompt)
 
     def _with_mask(
         self, marked: MarkedText, special_tokens: bool = True

@@ -239,12 +239,11 @@ class RolloutSequences:
     def _check_waiting(self, path: Path) -> None:
         """Prints a line per minute; raises UserError after rollouts.wait_seconds."""
         now = time.monotonic()
-        limit = self._config.rollouts.wait_seconds
         waited = now - self._since
-        if limit and waited > limit:
+        if self.is_late(self._needed):
             raise UserError(
                 f"no rollouts of step {self._needed} after {waited:.0f} s: {displayed(path)} does not exist, and"
-                f" config.rollouts.wait_seconds={limit:g}"
+                f" config.rollouts.wait_seconds={self._config.rollouts.wait_seconds:g}"
             )
         if now > self._next_line:
             self._next_line = now + _LINE_SECONDS

@@ -49,7 +49,7 @@ from jaxlc.posttrain.trees import (
     fingerprint,
     groups_of,
     labeled_steps,
-    rewards_of,
+    trajectories_of,
     trees_of,
     with_advantages,
 )
@@ -525,7 +525,8 @@ def _age(trace: Trace, step: int) -> int:
 
 def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
-    rewards = [x for group in groups for x in rewards_of(group).values() if x is not None]
+    trajectories = [traces for group in groups for traces in trajectories_of(group)]
+    rewards = [x[-1].reward for x in trajectories if x[-1].reward is not None]
     num_equal = sum(not _has_advantage(group) for group in groups)
     means = dict(
         answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),

@@ -14,7 +14,7 @@ tokens times levels: enough for a tree of branches of equal lengths, whose root 
 
 import dataclasses
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -179,13 +179,13 @@ def _insert(siblings: list[Tree], trace: Trace, levels: int) -> None:
         for node in siblings if at + 1 < most else ():
             last = min(node.end + 1, most, _num_shareable(node.trace, levels))
             span = slice(node.first, last)
-            num_equal = _num_equal(node.trace.tokens[span], trace.tokens[span])
-            if num_equal > 1:  # an input is shared if it predicts equal tokens
+            num_shared = num_equal(node.trace.tokens[span], trace.tokens[span])
+            if num_shared > 1:  # an input is shared if it predicts equal tokens
                 break
         else:
             siblings.append(Tree(traces=[trace], first=at, end=end))
             return
-        at += num_equal - 1
+        at += num_shared - 1
         if at < min(node.end, end):
             others = [other for other in node.traces if len(other.tokens) - 1 > at]
             rest = Tree(traces=others, first=at, end=node.end, children=node.children)
@@ -198,11 +198,11 @@ def _insert(siblings: list[Tree], trace: Trace, levels: int) -> None:
         siblings = node.children
 
 
-def _num_equal(ours: np.ndarray, theirs: np.ndarray) -> int:
+def num_equal(ours: np.ndarray, theirs: np.ndarray) -> int:
     """Number of equal first tokens."""
     num_tokens = min(len(ours), len(theirs))
-    differs = ours[:num_tokens] != theirs[:num_tokens]
-    return int(differs.argmax()) if differs.any() else num_tokens
+    is_equal = ours[:num_tokens] == theirs[:num_tokens]
+    return int(np.append(is_equal, False).argmin())
 
 
 def sequences_of(
@@ -243,13 +243,11 @@ def labeled_steps(
         of_step = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
         return sequences_of(of_step, seq_len, levels, batch_size)
 
-    def is_too_large(count: int) -> bool:
-        return len(step_of(count)) > batch_size
-
     while begin < len(traces):
         num_left = len(traces) - begin
         most = np.searchsorted(ends, ends[begin] + batch_size * seq_len) - begin
-        count = bisect_left(range(1, min(most, num_left) + 1), True, key=is_too_large)
+        counts = range(1, min(most, num_left) + 1)
+        count = bisect_right(counts, batch_size, key=lambda count: len(step_of(count)))
         count -= num_left - count == 1  # the last step has no mismatched answer of its own
         if count < 2:
             raise UserError(
@@ -382,53 +380,55 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
     Raises:
       UserError: a trace has neither a reward nor an advantage, or a trajectory has two of them.
     """
-    trajectories: dict[str | int, list[Trace]] = {}
-    for number, trace in enumerate(group):
-        trajectories.setdefault(_trajectory(number, trace), []).append(trace)
-    rewards = {key: _recorded(traces, "reward") for key, traces in trajectories.items()}
-    advantages = {key: _recorded(traces, "advantage") for key, traces in trajectories.items()}
-    for key, (trace, *_) in trajectories.items():
-        if advantages[key] is None and rewards[key] is None:
+    trajectories = trajectories_of(group)
+    rewards = [_recorded(traces, "reward") for traces in trajectories]
+    advantages = [_recorded(traces, "advantage") for traces in trajectories]
+    for traces, *values in zip(trajectories, rewards, advantages):
+        if values == [None, None]:
             raise UserError(
-                f"{trace.where}: neither reward nor advantage, which config.posttrain.loss={posttrain.loss!r} needs"
+                f"{traces[0].where}: neither reward nor advantage, which config.posttrain.loss={posttrain.loss!r} needs"
             )
-    if None in advantages.values():
-        if None in rewards.values():
+    if None in advantages:
+        if None in rewards:
             raise UserError(
                 f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one"
             )
-        numbers = np.array(list(rewards.values()))
+        numbers = np.array(rewards)
         # 0 in spite of rounding
         centered = numbers - numbers.mean() if np.ptp(numbers) else np.zeros(len(numbers))
         if posttrain.scale_advantages and len(numbers) > 1:
             centered = centered / (numbers.std(ddof=1) + _EPSILON)
-        advantages = dict(zip(rewards, centered.tolist()))
-    keys = (_trajectory(number, trace) for number, trace in enumerate(group))
-    return [
-        dataclasses.replace(trace, reward=rewards[key], advantage=advantages[key])
-        for key, trace in zip(keys, group)
-    ]
+        advantages = centered.tolist()
+    values_of = {
+        id(trace): dict(reward=reward, advantage=advantage)
+        for traces, reward, advantage in zip(trajectories, rewards, advantages)
+        for trace in traces
+    }
+    return [dataclasses.replace(trace, **values_of[id(trace)]) for trace in group]
 
 
-def rewards_of(group: Sequence[Trace]) -> dict[str | int, float | None]:
-    """The reward of each trajectory, and of each trace that is one by itself."""
-    return {_trajectory(number, trace): trace.reward for number, trace in enumerate(group)}
-
-
-def _trajectory(number: int, trace: Trace) -> str | int:
-    return number if trace.trajectory is None else trace.trajectory
+def trajectories_of(group: Sequence[Trace]) -> list[list[Trace]]:
+    """The traces of each trajectory; a trace without one is one by itself."""
+    found: dict[str | int, list[Trace]] = {}
+    for number, trace in enumerate(group):
+        key = number if trace.trajectory is None else trace.trajectory
+        found.setdefault(key, []).append(trace)
+    return list(found.values())
 
 
 def _recorded(traces: Sequence[Trace], name: str) -> float | None:
     """The reward or advantage of a trajectory, which all or some of its traces have."""
-    known = [trace for trace in traces if getattr(trace, name) is not None]
-    for trace in known:
-        if getattr(trace, name) != getattr(known[0], name):
+    known = [(getattr(x, name), x) for x in traces if getattr(x, name) is not None]
+    if not known:
+        return None
+    first, other = known[0]
+    for value, trace in known:
+        if value != first:
             raise UserError(
-                f"{trace.where}: {name} {getattr(trace, name)} of trajectory {trace.trajectory!r}, which has"
-                f" {getattr(known[0], name)} in {known[0].where}; record it once, or equal ones"
+                f"{trace.where}: {name} {value} of trajectory {trace.trajectory!r}, which has {first} in {other.where};"
+                " record it once, or equal ones"
             )
-    return getattr(known[0], name) if known else None
+    return first
 
 
 def fingerprint(
