@@ -319,24 +319,19 @@ def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
 
 
 def _text(content: Any, path: str) -> str:
-    if not isinstance(content, list):
-        if not isinstance(content, str):
-            raise BadRecord(
-                f"{path} is {kind_of(content)}, expected text or a list of parts of text"
-            )
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise BadRecord(f"{path} is {kind_of(content)}, expected text or a list of parts of text")
     for i, part in enumerate(content):
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = (
-                f"a part of the type {part.get('type')!r}"
-                if isinstance(part, dict)
-                else kind_of(part)
-            )
-            raise BadRecord(f"{path}[{i}] is {kind}, expected a part of the type 'text' with text")
+        match part:
+            case {"type": "text", "text": str()}:
+                continue
+            case dict():
+                kind = f"a part of the type {part.get('type')!r}"
+            case _:
+                kind = kind_of(part)
+        raise BadRecord(f"{path}[{i}] is {kind}, expected a part of the type 'text' with text")
     return "".join(part["text"] for part in content)
 
 

@@ -496,6 +496,7 @@ def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+_DTYPES = dict(step=np.int64, stage=np.str_)  # of columns that are not float64
 _SHOWN_ROWS = 5  # at the start and at the end of a table
 
 
@@ -553,11 +554,8 @@ class History(dict[str, np.ndarray]):
 
 
 def _column(values: list, name: str) -> np.ndarray:
-    if name == "step":
-        return np.array(values, np.int64)
-    if name == "stage":
-        return np.array(values, np.str_)
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+    known = [np.nan if value is None else value for value in values]
+    return np.array(known, _DTYPES.get(name, np.float64))
 
 
 def _cell(value) -> str:

@@ -200,6 +200,10 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     heldout = corpus.heldout
     batch_size = config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
+    epoch = count_text(train.num_sequences, "sequence")
+    if train.epoch_tokens != train.num_tokens:
+        tokens = count_text(train.epoch_tokens, "token")
+        epoch = f"of the mixture, until a source would repeat: {epoch}, {tokens}"
     sizes = [
         f"{count_text(text.num_documents, 'document')}, {count_text(text.num_tokens, 'token')}"
         if text
@@ -208,7 +212,7 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     ]
     return [
         f"data       {sizes[0]}; held out: {sizes[1]}",
-        f"{_epoch_text(train)}, {_decimal(steps_per_epoch, 'step')}; this run:"
+        f"epoch      {epoch}, {_decimal(steps_per_epoch, 'step')}; this run:"
         f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch, 'epoch')}",
         *_replicas_lines(config, train),
     ]
@@ -238,14 +242,6 @@ def _replicas_lines(config: Config, train: PackedText) -> list[str]:
     return [
         f"replicas   attention work of the slowest, relative to the mean: {cost:.2f} in the first global batch"
     ]
-
-
-def _epoch_text(train: PackedText) -> str:
-    sequences = count_text(train.num_sequences, "sequence")
-    tokens = count_text(train.epoch_tokens, "token")
-    if train.epoch_tokens == train.num_tokens:
-        return f"epoch      {sequences}"
-    return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
 
 
 def resume_lines(
