@@ -28,17 +28,20 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model, monkeypatch
         step=0, params=step.init().params, tokenizer=ByteTokenizer(), workdir=tmp_path,
         train_step=step,
     )  # fmt: skip
-    conversation = ChatSession(
-        result, sampling=Sampling(), max_tokens=5, max_context=128, chat_template="chatml"
-    )
     generator, stops = generate_text.generator_of(result), generate_text.stops_for(result)
     ids = np.arange(2, 22, dtype=np.int32)
 
-    def fresh(prompt):
-        return generator([prompt], max_tokens=5, stops=stops)[0].tokens.tolist()
+    def session():
+        limits = dict(max_tokens=5, max_context=128)
+        return ChatSession(result, sampling=Sampling(), chat_template="chatml", **limits)
 
+    def fresh(prompt):
+        return session().answer(prompt).tokens.tolist()
+
+    conversation = session()
     first = conversation.answer(ids)
-    assert first.tokens.tolist() == fresh(ids) and conversation.num_prefilled == 20
+    (alone,) = generator([ids], max_tokens=5, stops=stops)
+    assert first.tokens.tolist() == alone.tokens.tolist() and conversation.num_prefilled == 20
     more = np.concatenate([ids, first.tokens, np.arange(30, 39, dtype=np.int32)])
     expected = fresh(more)
     compiled = []
@@ -52,7 +55,6 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model, monkeypatch
     # the last token of an answer is not in the cache
     assert second.tokens.tolist() == expected and conversation.num_prefilled == 9 + 1
     # a rewritten history: from its first difference, or from the state before it
-    # As long as `more`, so that `fresh` compiles nothing.
     other = np.concatenate([ids, np.arange(46, 60)]).astype(np.int32)
     rewritten = conversation.answer(other)
     assert rewritten.tokens.tolist() == fresh(other)
