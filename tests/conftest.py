@@ -10,13 +10,13 @@ import resource
 
 import pytest
 
-from tests.environment import CACHE, FAST_COMPILATION
+from tests.environment import CACHE, FAST_COMPILATION, FAST_START
 
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} {FAST_COMPILATION}"
-os.environ.update(CACHE)
+os.environ.update(CACHE | FAST_START)
 
 # Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is
 # garbage collection. Garbage is collected before each test.

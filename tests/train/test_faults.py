@@ -4,7 +4,6 @@ import pytest
 
 from scripts import fault_drill
 from tests import environment
-from tests.train.runs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +11,7 @@ def drill(tmp_path_factory):
     """The directory of the drill, and a run without a fault."""
     out = tmp_path_factory.mktemp("faults") / "drill"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.for_user(PYTHONPATH=str(ROOT)).items():
+        for name, value in environment.for_user().items():
             patch.setenv(name, value)
         fault_drill.prepare(out)
         yield out, fault_drill.run_undisturbed(out, 2)
