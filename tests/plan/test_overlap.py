@@ -2,7 +2,6 @@
 compiled for H100s.
 """
 
-import dataclasses
 import functools
 from collections import Counter
 
@@ -104,16 +103,12 @@ def plain_ring(qkv, kernel, spec, ranks):
 
 @pytest.mark.heavy
 def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
-    config, gpus = two_layers("ring", 8, TOKENS, kernel="cudnn"), topology("h100:1x8")
-    # With a large vocabulary, the head's gradients would dominate the memory of both.
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1024))
-    ours = compile_step(config, gpus)
     monkeypatch.setitem(
         sharded_attention.STRATEGIES,
         "ring",
         sharded_attention.STRATEGIES["ring"]._replace(attend=plain_ring),
     )
-    step = compile_step(config, gpus)
+    step = compile_step(two_layers("ring", 8, TOKENS, kernel="cudnn"), topology("h100:1x8"))
     forward = [
         permute for permute in step.program.attention_collectives if permute.pass_name == "forward"
     ]
@@ -122,7 +117,6 @@ def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
     assert hidden <= LAYERS * 2  # the last block's may be
     (block,) = {permute.collective.transfer.done.arrays for permute in forward}
     assert max_alive(step.program, lambda array: array in block) > 2 * 3
-    assert step.temp_bytes > ours.temp_bytes
 
 
 @pytest.mark.heavy

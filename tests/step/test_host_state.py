@@ -347,9 +347,19 @@ def test_gpu_program_has_state_in_host_memory_and_aliases_it(on_gpu):
     assert stats.argument_size_in_bytes <= on_device + 1024
 
 
-@pytest.mark.heavy
 @pytest.mark.gpu_compiler
-def test_check_memory_with_state_on_gpu_raises():
+def test_check_memory_with_state_on_gpu_raises(on_gpu):
+    step, compiled, _ = on_gpu
+    program = parse(compiled.as_text().replace(":S(5)", ""))  # all arrays are on the GPU
+    with pytest.raises(
+        UserError, match="arrays of the compiled step's state are not in host memory"
+    ):
+        verify_compiled.check_memory(step, program)
+
+
+@pytest.mark.full
+@pytest.mark.gpu_compiler
+def test_check_memory_with_moments_on_gpu_raises_if_they_belong_in_host_memory():
     program = parse(_compile(_gpu_step(optimizer="device", layers_per_remat_group=2)).as_text())
     verify_compiled.check_memory(_gpu_step(optimizer="device"), program)
     with pytest.raises(
