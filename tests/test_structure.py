@@ -33,7 +33,7 @@ LAYERS = dict(
     api=10, preflight=10, profile=10, search=10,
     faces=11,  # __init__ of plan, which adds the advice of search
     cli=12,
-    exporting=13, recommend=13, sweep=13, __main__=13,  # `python -m jaxlc.X`
+    exporting=13, logprobs=13, recommend=13, sweep=13, __main__=13,  # `python -m jaxlc.X`
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
