@@ -36,6 +36,7 @@ class StandIn(ThreadingHTTPServer):
     max_lora_rank = 1 << 10
     is_updatable = True  # VLLM_ALLOW_RUNTIME_LORA_UPDATING
     token_shift = 0  # of another tokenizer
+    returns_token_ids = True  # False: an old version
     delay_seconds = 0.0
     byte_seconds = 0.0  # between the bytes of an answer
     num_errors = 0  # answers with status 503 before others
@@ -73,11 +74,11 @@ class StandIn(ThreadingHTTPServer):
         tokens, log_probs, text, reason = answer(body)
         temperature = body["temperature"] if self.scales_log_probs else 1.0
         top = {f"token_id:{i}": -i / temperature for i in range(body["logprobs"])}
+        ids = dict(token_ids=tokens, prompt_token_ids=body["prompt"])
         return dict(
             index=0,
             text=text,
-            token_ids=tokens,
-            prompt_token_ids=body["prompt"],
+            **(ids if self.returns_token_ids and body.get("return_token_ids") else {}),
             finish_reason=reason,
             logprobs=dict(token_logprobs=log_probs, top_logprobs=[top] * len(tokens)),
             routed_experts=self.routed(body["prompt"] + tokens),

@@ -253,11 +253,17 @@ class Server:
         return name
 
     async def _policy_problems(self, name: str, ids: list[int]) -> list[str]:
-        body = dict(model=name, prompt=ids, max_tokens=1, logprobs=5, seed=0, top_p=1.0)
-        choices = [
-            await self._completed(body | dict(temperature=temperature, **_PLAIN_SAMPLING))
-            for temperature in (1.0, 0.5)
-        ]
+        body = dict(
+            model=name,
+            prompt=ids,
+            max_tokens=1,
+            logprobs=5,
+            seed=0,
+            top_p=1.0,
+            return_token_ids=True,
+            **_PLAIN_SAMPLING,
+        )
+        choices = [await self._completed(body | dict(temperature=x)) for x in (1.0, 0.5)]
         # log-probabilities at half the temperature differ by twice as much
         spreads = [np.ptp([*x["logprobs"]["top_logprobs"][0].values()]) for x in choices]
         problems = []
@@ -265,6 +271,8 @@ class Server:
             problems.append(
                 "returns log-probabilities before the temperature: start it with --logprobs-mode=processed_logprobs"
             )
+        if not choices[0].get("token_ids"):
+            problems.append("returns no token ids: use vLLM 0.33 or a later version")
         if self.config.posttrain.replay_routing and not choices[0].get("routed_experts"):
             problems.append("returns no experts: start it with --enable-return-routed-experts")
         return problems

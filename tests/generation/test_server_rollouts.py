@@ -80,6 +80,7 @@ def adapter_in(directory: Path) -> Path:
         (dict(), ""),
         (dict(scales_log_probs=False), "--logprobs-mode=processed_logprobs"),
         (dict(token_shift=1), "another tokenizer: start it with the one of config.data.tokenizer"),
+        (dict(returns_token_ids=False), "returns no token ids: use vLLM 0.33 or a later version"),
         (dict(max_model_len=1024), "max_model_len=1024: start it with --max-model-len=1025"),
         (dict(num_errors=99), "gave no answer to /tokenize in 2 s .*start it again"),
         (dict(locked="/tokenize"), "refuses /tokenize .HTTP 401.*Unauthorized.*set VLLM_API_KEY"),
