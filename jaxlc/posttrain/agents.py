@@ -314,18 +314,20 @@ def write_rewarded(records: Sequence[Mapping[str, Any]], config: Config, path: P
     """Writes rollouts to `path`.
 
     Raises:
-      UserError: more than rollouts.max_failed of the records have no reward; they are next to `path`.
+      UserError: more than rollouts.max_failed of the answers have no reward; they are next to `path`.
     """
-    failures = [record[FAILED] for record in records if FAILED in record]
+    # an answer has a record for each of its contexts
+    answers = {(x["group"], x["trajectory"]): x.get(FAILED) for x in records}
+    failures = [reason for reason in answers.values() if reason]
     limit = config.rollouts.max_failed
-    are_too_many = len(failures) > limit * len(records)
+    are_too_many = len(failures) > limit * len(answers)
     if are_too_many:
         # a name that is not read as the file of a step
         path = path.with_suffix(f".unrewarded{path.suffix}")
     write_rollouts(records, path)
     if are_too_many:
         raise UserError(
-            f"{len(failures)} of {len(records)} answers have no reward, more than config.rollouts.max_failed={limit:g};"
+            f"{len(failures)} of {len(answers)} answers have no reward, more than config.rollouts.max_failed={limit:g};"
             f" the first: {failures[0]}; the answers are in {displayed(path)}"
         )
 

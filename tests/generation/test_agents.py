@@ -172,6 +172,8 @@ def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
         UserError, match=r"3 of 4 answers have no reward, .*max_failed=0.5; .*no tool"
     ):
         write_rewarded(records, mini(max_failed=0.5), tmp_path / "5.jsonl")
+    with pytest.raises(UserError, match="3 of 4 answers"):  # the last one has more contexts
+        write_rewarded(records + records[3:] * 4, mini(max_failed=0.5), tmp_path / "6.jsonl")
     kept = tmp_path / "5.unrewarded.jsonl"
     assert len(kept.read_text().splitlines()) == 4
     assert kept.read_text() == (tmp_path / "5.jsonl").read_text()
