@@ -281,7 +281,7 @@ class Agents:
                 end(agent)
             return trajectories
 
-        async def group(at: int, number: int) -> list[dict[str, Any]]:
+        async def group(at: int, number: int) -> list[tuple[Trajectory, dict[str, Any]]]:
             prompt = self.prompts[number]
             agents = range(at * num_answers, (at + 1) * num_answers)
             calls = await asyncio.gather(*[call(prompt, agent) for agent in agents])
@@ -291,14 +291,14 @@ class Agents:
             rewards = await rewards_of(self.reward, answers, prompt.record, self.config.rollouts)
             for trajectory, reward in zip(ended, rewards, strict=True):
                 trajectory.result = reward
-            records = []
-            for name, trajectory in enumerate(trajectories):
-                fields = dict(policy_step=policy_step, group=f"{step}-{number}")
-                records += trajectory.records(fields | dict(trajectory=str(name)))
-            return records
+            fields = dict(policy_step=policy_step, group=f"{step}-{number}")
+            return [(trajectory, fields) for trajectory in trajectories]
 
         groups = await asyncio.gather(*[group(*x) for x in enumerate(numbers)])
-        records = list(itertools.chain(*groups))
+        records = []
+        # of the step, which may have a prompt twice
+        for name, (trajectory, fields) in enumerate(itertools.chain(*groups)):
+            records += trajectory.records(fields | dict(trajectory=str(name)))
         if self.teacher is None:
             return records
         return await asyncio.gather(*map(self.teacher, records))

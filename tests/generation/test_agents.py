@@ -185,6 +185,18 @@ def test_failures_are_dropped_and_counted_and_too_many_end_the_run(tmp_path):
         assert traces.rewards["failed"] == num_failed and traces.rewards["reward"] == 3.0
 
 
+def test_answers_to_a_prompt_that_a_step_has_twice_are_trajectories_of_their_own(tmp_path):
+    """As at the border of two epochs of prompts, in whose step a prompt may be the last and the first."""
+    agents, path = agents_of(mini(agent="")), tmp_path / "5.jsonl"
+    rewards = iter([0.0, 1.0, 2.0, 3.0])
+    agents.reward = lambda *_: next(rewards)
+    records = rollouts_of(agents, Scripted("1"), (0, 0))
+    assert sorted(x["reward"] for x in records) == [0.0, 1.0, 2.0, 3.0]
+    write_rollouts(records, path)
+    traces = open_traces(mini(), agents.encoder.tokenizer, (str(path),), step=5)
+    assert (traces.rewards["reward"], traces.rewards["reward_max"]) == (1.5, 3.0)
+
+
 def test_agent_that_exits_has_failed_and_others_go_on():
     """Also in a task of its own."""
 
