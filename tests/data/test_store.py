@@ -241,7 +241,7 @@ def test_store_invalid_utf8_is_counted(config: DataConfig, monkeypatch):
     directory = Path(config.sources[0])
     # one U+FFFD is in the source
     (directory / "d.txt").write_bytes("caf\xe9 na\xefve \ufffd".encode() + b" \xe9\xef")
-    (directory / "e.txt").write_bytes("text".encode("utf-16"))
+    (directory / "e.txt").write_bytes(b"\x80t\x80ext")
     counts = {INVALID_DOCUMENTS: (2, "d.txt"), INVALID_CHARACTERS: (4, "d.txt")}
     assert open_store(config).notes.counts == counts
     monkeypatch.setattr(cache, "tokenized_pieces", None)

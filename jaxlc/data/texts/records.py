@@ -78,18 +78,15 @@ def read_records(
       UserError: the file cannot be read, or has no such column.
     """
     check_encoding(path)
-    if path.name.endswith(ARRAY_SUFFIX) and (items := _list_in(path)) is not None:
-        numbered = enumerate(items, start=1)
-    elif path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
-        numbered = _json_records(path, lines)
-    elif path.name.endswith(CSV_SUFFIX):
-        numbered = enumerate(_csv_records(path, setting), start=1)
+    items = _list_in(path) if path.name.endswith(ARRAY_SUFFIX) else None
+    if path.name.endswith(CSV_SUFFIX):
+        items = _csv_records(path, setting)
     elif path.name.endswith(MEGATRON_SUFFIX):
-        numbered = enumerate(_megatron_records(path), start=1)
-    else:
+        items = _megatron_records(path)
+    elif not path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
         needed = functools.partial(needed_columns, path, field, others, field_setting)
-        numbered = enumerate(_column_records(path, needed, setting), start=1)
-    for number, values in numbered:
+        items = _column_records(path, needed, setting)
+    for number, values in _json_records(path, lines) if items is None else enumerate(items, 1):
         where = f"{path}:{number}"
         yield Record(where, number, _fields(values, where))
 

@@ -300,20 +300,16 @@ def tokenized_pieces(
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
-    chats = [piece.content for piece in batch if isinstance(piece.content, MarkedText)]
-    texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
-    encoded_chats = iter(encoder.encode(chats))
-    encoded_texts = iter(encoder.tokenizer.encode_pieces(texts) if texts else ())
-    tokenized = []
-    for piece in batch:
-        answers = None
-        if isinstance(piece.content, MarkedText):
-            ids, answers = next(encoded_chats)
-        else:
-            ids = piece.content if isinstance(piece.content, np.ndarray) else next(encoded_texts)
-            ids = with_start(ids, encoder.tokenizer) if piece.is_first else ids
-        tokenized.append(TokenizedPiece(piece, ids, answers))
-    return tokenized
+    contents = [piece.content for piece in batch]  # of one kind, that of their source
+    if isinstance(contents[0], MarkedText):
+        encoded = encoder.encode(contents)
+        return [TokenizedPiece(piece, *x) for piece, x in zip(batch, encoded)]
+    if not isinstance(contents[0], np.ndarray):
+        contents = encoder.tokenizer.encode_pieces(contents)
+    return [
+        TokenizedPiece(piece, with_start(ids, encoder.tokenizer) if piece.is_first else ids)
+        for piece, ids in zip(batch, contents)
+    ]
 
 
 def _pieces(

@@ -423,7 +423,7 @@ def tokenize_shard(
 
 
 # increment it when the stored content changes; files of an older format are then ignored
-_FORMAT = 3
+_FORMAT = 4
 LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 
 
