@@ -104,25 +104,23 @@ def field_comments(cls: type) -> dict[str, str]:
     """The comments above and behind each field of a dataclass or NamedTuple, joined to one line; ""
     if it has none.
     """
-    parts = [part for part in reversed(cls.__mro__) if "__annotations__" in vars(part)]
-    return {name: text for part in parts for name, text in _own_comments(part).items()}
-
-
-def _own_comments(cls: type) -> dict[str, str]:
-    """`field_comments` without those of base classes."""
-    comments: dict[str, list[str]] = {name: [] for name in vars(cls)["__annotations__"]}
-    above: list[str] = []
-    name = ""
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
-        first = token.line.split(":")[0].strip()
-        if token.type == tokenize.NAME and token.string == first and first in comments:
-            name = first
-            comments[name].extend(above)
-            above = []
-        elif token.type == tokenize.COMMENT:
-            (comments[name] if name else above).append(token.string.lstrip("# "))
-        elif token.type == tokenize.NEWLINE:
-            name = ""
+    comments: dict[str, list[str]] = {}
+    for part in reversed(cls.__mro__):
+        own = vars(part).get("__annotations__", ())
+        comments |= {name: [] for name in own}
+        above: list[str] = []
+        name = ""
+        source = io.StringIO(inspect.getsource(part) if own else "")
+        for token in tokenize.generate_tokens(source.readline):
+            first = token.line.split(":")[0].strip()
+            if token.type == tokenize.NAME and token.string == first and first in own:
+                name = first
+                comments[name].extend(above)
+                above = []
+            elif token.type == tokenize.COMMENT:
+                (comments[name] if name else above).append(token.string.lstrip("# "))
+            elif token.type == tokenize.NEWLINE:
+                name = ""
     return {name: " ".join(lines) for name, lines in comments.items()}
 
 
@@ -260,17 +258,6 @@ def parse(
     )
 
 
-def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
-    """The type of each flag, int for int | None, without its range."""
-    hints = {
-        field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)
-    }
-    kinds = {name: typing.get_args(hint) for name, hint in hints.items()}
-    return {
-        name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()
-    }
-
-
 def _values(
     arguments: Sequence[str], flags: type[VerbFlags]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,7 +266,11 @@ def _values(
     Raises:
       UserError: an unknown flag, an invalid value, or an argument without a name that is missing or one too many.
     """
-    hints = _hints(flags)
+    hints = dict[str, Any]()  # the type of each flag, int for int | None, without its range
+    for name, hint in typing.get_type_hints(flags).items():
+        kinds = typing.get_args(hint)
+        if typing.get_origin(hint) is not ClassVar:
+            hints[name] = kinds[0] if type(None) in kinds else hint
     values = dict[str, Any]()
     overrides = dict[str, Any]()
     words = iter(arguments)
@@ -400,7 +391,16 @@ def help_text(flags: type[VerbFlags], sections: Sequence[str] = ()) -> str:
     """
     if sections:
         return settings_help(sections).strip()
-    lines = [inspect.getdoc(flags) or "", "", *_flag_lines(flags)]
+    lines = [inspect.getdoc(flags) or "", ""]
+    comments = field_comments(flags)
+    fields = dataclasses.fields(flags)
+    for field in sorted(fields, key=lambda field: field.name not in flags.positional):
+        name = field.name.upper() if field.name in flags.positional else f"--{field.name}"
+        has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(
+            field.default, bool
+        )
+        default = f"; default: {as_argument(field.default)}" if has_default else ""
+        lines.append(f"  {name:<22} {comments[field.name].rstrip('.')}{default}")
     if issubclass(flags, ConfigFlags):
         lines += [
             "",
@@ -413,16 +413,3 @@ def help_text(flags: type[VerbFlags], sections: Sequence[str] = ()) -> str:
             f"  {section:<12} {text}" for section, text in zip(HELP_SECTIONS, first_sentences)
         ]
     return "\n".join(lines)
-
-
-def _flag_lines(flags: type[VerbFlags]) -> Iterator[str]:
-    comments = field_comments(flags)
-    for field in sorted(
-        dataclasses.fields(flags), key=lambda field: field.name not in flags.positional
-    ):
-        name = field.name.upper() if field.name in flags.positional else f"--{field.name}"
-        has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(
-            field.default, bool
-        )
-        default = f"; default: {as_argument(field.default)}" if has_default else ""
-        yield f"  {name:<22} {comments[field.name].rstrip('.')}{default}"

@@ -11,7 +11,7 @@ import inspect
 import runpy
 import textwrap
 import traceback
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,26 @@ def config_text(stages: Sequence[Stage]) -> str:
         path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)
     }
     for index, stage in enumerate(stages[1:], start=1):
-        settings |= {
-            f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)
-        }
-    heads = [f"    dict({_arguments(stage)})," for stage in stages if stage.name]
+        # the seed that a stage has by default
+        given = _settings(first) | {"data.seed": first.config.data.seed + index}
+        has_new_mixture = stage.config.data.mixture != first.config.data.mixture
+        for path, value in _settings(stage).items():
+            is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
+            if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
+                is_derived = True
+            is_new = has_new_mixture and path.startswith("data.mixture.")
+            if not is_derived and (is_new or path not in given or value != given[path]):
+                settings[f"stages.{stage.name}.{path}"] = value
+    heads = []
+    for stage in stages if first.name else ():
+        # the fields that are not sections, with the length in steps
+        fields = dict(name=stage.name, steps=stage.num_steps)
+        for name, default in defaults_of(StageConfig).items():
+            value = getattr(stage, name)
+            if name not in ("steps", "tokens") and value != default:
+                fields[name] = value
+        texts = (f"{name}={as_python(value)}" for name, value in fields.items())
+        heads.append(f"    dict({', '.join(texts)}),")
     return file_text(
         "All settings of a run as `jaxlc train` resolved them; --config=FILE reads them.",
         "defaults()",
@@ -151,42 +167,12 @@ def config_text(stages: Sequence[Stage]) -> str:
     )
 
 
-def _arguments(stage: Stage) -> str:
-    """The fields of a stage that are not sections, with its length in steps."""
-    values = dict(name=stage.name, steps=stage.num_steps)
-    own = {
-        name: getattr(stage, name)
-        for name in defaults_of(StageConfig)
-        if name not in ("steps", "tokens")
-    }
-    values |= {
-        name: value for name, value in own.items() if value != defaults_of(StageConfig)[name]
-    }
-    return ", ".join(f"{name}={as_python(value)}" for name, value in values.items())
-
-
 def _settings(stage: Stage) -> dict[str, Any]:
     """The settings by their paths; the sources of a mixture replace data.sources."""
     settings = flattened(to_dict(stage.config))
     if stage.config.data.mixture:
         del settings["data.sources"]
     return settings
-
-
-def _changes(first: Stage, stage: Stage, index: int) -> Iterator[tuple[str, Any]]:
-    """The settings with which a stage differs from the first one; `index`: its position, from 0."""
-    # the seed that a stage has by default
-    given = _settings(first) | {"data.seed": first.config.data.seed + index}
-    for path, value in _settings(stage).items():
-        is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
-        if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
-            is_derived = True
-        is_new_mixture = (
-            path.startswith("data.mixture.")
-            and stage.config.data.mixture != first.config.data.mixture
-        )
-        if not is_derived and (is_new_mixture or path not in given or value != given[path]):
-            yield path, value
 
 
 _PACKAGE = Path(__file__).parents[1]

@@ -126,7 +126,18 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
         path: value for path, value in flattened(sections["model"]).items() if value is not None
     }
     sections["model"] = _with_shape(model | {"kinds": kinds})
-    sections["train"] |= _length(sections["train"], sections["data"])
+    train = sections["train"]
+    given = {name: train[name] for name in ("steps", "tokens", "epochs") if train.get(name)}
+    if len(given) > 1:
+        settings = " and ".join(f"config.train.{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"{settings} are set: keep one of them, and set the other to 0, such as --config.train.steps=0"
+        )
+    if given.get("tokens", 0) > 0:
+        train["steps"] = -(-given["tokens"] // _tokens_per_step(train, sections["data"]))
+        train["tokens"] = 0
+    elif "epochs" in given:  # the steps are not known before the data is read
+        train["steps"] = TrainConfig().steps
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
     template = template_path(sections["data"].get("chat_template", ""))
@@ -156,25 +167,6 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     for path, value in settings.items():
         set_at(values, path, value)
     return from_dict(values)
-
-
-def _length(train: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The length of a run in steps, if it is given in tokens. With train.epochs, whose steps are
-    not known before the data is read, and without a length, it is the default.
-
-    Raises:
-      UserError: it is given twice.
-    """
-    given = {name: train[name] for name in ("steps", "tokens", "epochs") if train.get(name)}
-    if len(given) > 1:
-        settings = " and ".join(f"config.train.{name}={value}" for name, value in given.items())
-        raise UserError(
-            f"{settings} are set: keep one of them, and set the other to 0, such as --config.train.steps=0"
-        )
-    if given.get("tokens", 0) > 0:
-        steps = -(-given["tokens"] // _tokens_per_step(train, data))
-        return dict(steps=steps, tokens=0)
-    return dict(steps=TrainConfig().steps) if "epochs" in given else {}
 
 
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +238,11 @@ def _resolved(
     ]
     raise_first(contradictions(own, changes))
     merged = [merged_settings(values, changed) for changed in changes.values()]
-    first_steps = [0, *itertools.accumulate(map(_num_steps, own, merged))]
+    num_steps = (
+        stage.steps or -(-stage.tokens // _tokens_per_step(settings["train"], settings["data"]))
+        for stage, settings in zip(own, merged)
+    )
+    first_steps = [0, *itertools.accumulate(num_steps)]
     new_schedules = [index for index, stage in enumerate(own) if stage.schedule == "new"]
     stages = list[Stage]()
     problems = list[str]()
@@ -267,38 +263,17 @@ def _resolved(
         if "seed" not in changes[stage.name].get("data", {}):  # other orders of the same sequences
             settings["data"]["seed"] = settings["data"].get("seed", DataConfig().seed) + index
         try:
-            complete = _load(stage.name, changes[stage.name], settings, on_devices)
+            complete = from_dict(settings, on_devices=on_devices)
             stages.append(Stage(**vars(stage), config=complete, first_step=first_steps[index]))
         except UserError as error:
-            problems.append(str(error))
+            message = str(error)
+            # settings that the stage changes have their names in it
+            for path in (f"{x}.{key}" for x in SECTIONS for key in changes[stage.name].get(x, {})):
+                own_path = f"config.stages.{stage.name}.{path}"
+                message = re.sub(rf"\bconfig\.{path}\b", own_path, message)
+            problems.append(f"stage {stage.name}: {message}")
     raise_all(problems)
     return tuple(stages)
-
-
-def _load(
-    name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]], on_devices: bool
-) -> Config:
-    """The config of a stage. Errors name the settings that the stage changes as
-    config.stages.NAME.SECTION.KEY.
-    """
-    try:
-        return from_dict(settings, on_devices=on_devices)
-    except UserError as error:
-        message = str(error)
-        for section in SECTIONS:
-            for key in own.get(section, {}):
-                message = re.sub(
-                    rf"\bconfig\.{section}\.{key}\b",
-                    f"config.stages.{name}.{section}.{key}",
-                    message,
-                )
-        raise UserError(f"stage {name}: {message}") from error
-
-
-def _num_steps(stage: StageConfig, settings: Mapping[str, Mapping[str, Any]]) -> int:
-    """The optimizer steps of a stage."""
-    tokens_per_step = _tokens_per_step(settings["train"], settings["data"])
-    return stage.steps or -(-stage.tokens // tokens_per_step)
 
 
 def _tokens_per_step(train: Mapping[str, Any], data: Mapping[str, Any]) -> int:

@@ -137,14 +137,43 @@ class Collective(NamedTuple):
 def find_collectives(program: Program, execution_counts: Counter[str]) -> Iterator[Collective]:
     """All collectives that run at least once, computation by computation.
 
+    The bytes that a device sends are those of bandwidth-optimal algorithms (nccl-tests,
+    doc/PERFORMANCE.md). With n devices, an all-gather sends the operand to n - 1 others; a
+    reduce-scatter or an all-to-all keeps 1 / n of it; an all-reduce is a reduce-scatter and an
+    all-gather.
+
     Raises:
       ValueError: the program is not scheduled, or replica groups are in an unknown notation.
     """
     for computation in program:
-        if execution_counts[computation.name]:
-            for transfer in transfers(program, computation):
-                if transfer.kind in COLLECTIVES:
-                    yield _collective(program, transfer, execution_counts[computation.name])
+        times = execution_counts[computation.name]
+        for transfer in transfers(program, computation) if times else ():
+            if transfer.kind not in COLLECTIVES:
+                continue
+            instruction = transfer.start
+            if instruction.opcode == "async-start":
+                instruction = tuple(program.computations[instruction.called[0]])[-1]
+            groups = _groups(instruction)
+            backend_config = transfer.start.backend_config.get("collective_backend_config", {})
+            mode = backend_config.get("collectives_mode", "")
+            operands = computation.operands(transfer.start)
+            operand_bytes = sum(array.bytes for operand in operands for array in operand.arrays)
+            size = len(groups[0])
+            factor = {
+                "all-gather": size - 1,
+                "all-reduce": 2 * (size - 1) / size,
+                "collective-permute": 1,
+                "collective-broadcast": 1,
+            }
+            yield Collective(
+                transfer,
+                transfer.kind,
+                groups,
+                math.ceil(operand_bytes * factor.get(transfer.kind, (size - 1) / size)),
+                backend_config.get("backend", "DEFAULT"),
+                mode.replace("COLLECTIVES_MODE_INVALID", ""),
+                times,
+            )
 
 
 def mesh_axes(groups: Groups, shape: dict[str, int]) -> tuple[str, ...]:
@@ -162,37 +191,6 @@ def mesh_axes(groups: Groups, shape: dict[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, is_crossed in zip(shape, differs) if is_crossed)
 
 
-def _collective(program: Program, transfer: Transfer, times: int) -> Collective:
-    instruction = transfer.start
-    if instruction.opcode == "async-start":
-        instruction = tuple(program.computations[instruction.called[0]])[-1]
-    groups = _groups(instruction)
-    backend_config = transfer.start.backend_config.get("collective_backend_config", {})
-    mode = backend_config.get("collectives_mode", "").replace("COLLECTIVES_MODE_INVALID", "")
-    backend = backend_config.get("backend", "DEFAULT")
-    sent_bytes = _sent_bytes(transfer, len(groups[0]))
-    return Collective(transfer, transfer.kind, groups, sent_bytes, backend, mode, times)
-
-
-def _sent_bytes(transfer: Transfer, group_size: int) -> int:
-    """Bytes that one device sends with bandwidth-optimal algorithms (nccl-tests,
-    doc/PERFORMANCE.md).
-
-    With n devices, an all-gather sends the operand to n - 1 others; a reduce-scatter or an
-    all-to-all keeps 1 / n of it; an all-reduce is a reduce-scatter and an all-gather.
-    """
-    operands = transfer.computation.operands(transfer.start)
-    operand_bytes = sum(array.bytes for operand in operands for array in operand.arrays)
-    others = (group_size - 1) / group_size
-    factor = {
-        "all-gather": group_size - 1,
-        "all-reduce": 2 * others,
-        "collective-permute": 1,
-        "collective-broadcast": 1,
-    }
-    return math.ceil(operand_bytes * factor.get(transfer.kind, others))
-
-
 def _groups(instruction: Instruction) -> Groups:
     """Replica groups in any of XLA's notations: lists, `[8,4]<=[32]`, or axes of a mesh."""
     written = instruction.attributes.get("source_target_pairs") or instruction.attributes.get(
@@ -203,19 +201,12 @@ def _groups(instruction: Instruction) -> Groups:
             tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written)
         )
     if written.startswith("["):
-        return _iota_groups(written)
+        match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
+        shape, dims, order = required(match, written).groups()
+        return tuple(map(tuple, _iota(dims, order).reshape(_integers(shape)).tolist()))
     if written.startswith("mesh["):
         return _mesh_groups(written, instruction.attributes.get("device_ids", ""))
     raise ValueError(f"unknown notation of replica groups: {written!r} of {instruction}")
-
-
-def _iota_groups(written: str) -> Groups:
-    """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then
-    split into groups.
-    """
-    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
-    shape, dims, order = required(match, written).groups()
-    return tuple(map(tuple, _iota(dims, order).reshape(_integers(shape)).tolist()))
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

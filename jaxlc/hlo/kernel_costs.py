@@ -98,7 +98,14 @@ def kernel_cost(
     products = tuple(_products(program, computation, instruction))
     flops = sum(product.flops for product in products)
     dtype = max(products, key=lambda product: product.flops).dtype if products else ""
-    return Cost(flops, dtype, _memory_traffic_bytes(program, computation, instruction), products)
+    if instruction.opcode in _FUSIONS:
+        num_bytes = _fusion_bytes(program.computations[instruction.called[0]])
+    else:
+        num_bytes = _written_bytes(computation, instruction) + sum(
+            _read_bytes(computation, instruction, index)
+            for index in range(len(computation.operands(instruction)))
+        )
+    return Cost(flops, dtype, num_bytes, products)
 
 
 def _products(
@@ -186,16 +193,6 @@ def matrix_product(
 
 def _size(dims: tuple[int, ...], chosen: str) -> int:
     return math.prod(dims[int(dim)] for dim in re.findall(r"\d+", chosen))
-
-
-def _memory_traffic_bytes(
-    program: Program, computation: Computation, instruction: Instruction
-) -> int:
-    if instruction.opcode in _FUSIONS:
-        return _fusion_bytes(program.computations[instruction.called[0]])
-    num_operands = len(computation.operands(instruction))
-    read = sum(_read_bytes(computation, instruction, index) for index in range(num_operands))
-    return read + _written_bytes(computation, instruction)
 
 
 def _fusion_bytes(body: Computation) -> int:
@@ -539,25 +536,21 @@ def find_attention_collectives(
         if is_in_attention(collective.transfer.start.op_name)
     ]
     for collective in transfers:
-        yield _with_overlap(program, collective, transfers)
-
-
-def _with_overlap(
-    program: Program, collective: Collective, others: list[Collective]
-) -> AttentionCollective:
-    transfer = collective.transfer
-    calls = (
-        call
-        for op in transfer.overlapped_ops
-        for call in calls_within(program, transfer.computation, op)
-    )
-    concurrent = (
-        other for other in others if other is not collective and transfer.overlaps(other.transfer)
-    )
-    return AttentionCollective(
-        collective,
-        pass_of(transfer.start.op_name),
-        tuple(calls),
-        has_window(transfer.start.op_name),
-        collective.sent_bytes + sum(other.sent_bytes for other in concurrent),
-    )
+        transfer = collective.transfer
+        calls = (
+            call
+            for op in transfer.overlapped_ops
+            for call in calls_within(program, transfer.computation, op)
+        )
+        concurrent = (
+            other.sent_bytes
+            for other in transfers
+            if other is not collective and transfer.overlaps(other.transfer)
+        )
+        yield AttentionCollective(
+            collective,
+            pass_of(transfer.start.op_name),
+            tuple(calls),
+            has_window(transfer.start.op_name),
+            collective.sent_bytes + sum(concurrent),
+        )

@@ -238,14 +238,11 @@ def read(directory: Path) -> Dump:
         parse(program.read_text()),
         {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
         tuple(
-            (name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)
+            (name, tuple(map(int, re.findall(r"\d+", index))), int(size))
+            for name, index, size in _ALIVE.findall(peak)
         ),
         parse_commands(sequence.read_text(), metadata.read_text()),
     )
-
-
-def _numbers(text: str) -> Iterator[int]:
-    return (int(number) for number in text.split(",") if number)
 
 
 def maker(

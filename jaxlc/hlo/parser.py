@@ -198,19 +198,25 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+        """A pred takes a byte, a token nothing; other names contain their width in bits: s32, f8e4m3fn,
+        c64.
+        """
+        if self.dtype in ("token", "opaque"):
+            return 0
+        width = re.search(r"\d+", self.dtype)
+        bits = 8 if self.dtype == "pred" else int(required(width, self.dtype)[0])
+        return math.ceil(math.prod(self.dims) * bits / 8)
 
 
 def parse_shape(text: str) -> tuple[Array, ...]:
     """All arrays of a shape, in order; nested tuples are flattened."""
-    return tuple(_array(*match.groups()) for match in _ARRAY.finditer(text))
-
-
-def _array(dtype: str, dims: str, layout: str | None) -> Array:
-    # "<=" marks an upper bound
-    sizes = tuple(int(size.strip(" <=")) for size in dims.split(",") if size)
-    space = _SPACE.search(layout or "")
-    return Array(dtype, sizes, int(space[1]) if space else 0)
+    arrays = []
+    for dtype, dims, layout in _ARRAY.findall(text):
+        # "<=" marks an upper bound
+        sizes = tuple(int(size.strip(" <=")) for size in dims.split(",") if size)
+        space = _SPACE.search(layout)
+        arrays.append(Array(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def required(match: re.Match[str] | None, text: str) -> re.Match[str]:
@@ -218,15 +224,6 @@ def required(match: re.Match[str] | None, text: str) -> re.Match[str]:
     if match is None:
         raise ValueError(f"unexpected form in the text of a compiled program: {text!r}")
     return match
-
-
-def _bits(dtype: str) -> int:
-    """Bits per element. A pred takes a byte, a token nothing; other names contain their width: s32,
-    f8e4m3fn, c64.
-    """
-    if dtype in ("token", "opaque"):
-        return 0
-    return 8 if dtype == "pred" else int(required(re.search(r"\d+", dtype), dtype)[0])
 
 
 @dataclass(eq=False, repr=False)
@@ -329,21 +326,17 @@ def parse(text: str) -> Program:
         elif line.startswith("}"):
             current = None
         else:
-            instruction = _instruction(line)
-            current.instructions[instruction.name] = instruction
+            name, rest = required(_INSTRUCTION.match(_COMMENT.sub("", line)), line).groups()
+            end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+            shape = rest[:end]
+            rest = rest[end:].lstrip()
+            opcode, _, _ = rest.partition("(")
+            end = _closing(rest, len(opcode))
+            arguments = rest[len(opcode) + 1 : end - 1]
+            current.instructions[name] = Instruction(name, shape, opcode, arguments, rest[end:])
     if entry is None:
         raise ValueError("not the text of a compiled program: no ENTRY computation")
     return Program(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
-
-
-def _instruction(line: str) -> Instruction:
-    name, rest = required(_INSTRUCTION.match(_COMMENT.sub("", line)), line).groups()
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape = rest[:end]
-    rest = rest[end:].lstrip()
-    opcode, _, _ = rest.partition("(")
-    end = _closing(rest, len(opcode))
-    return Instruction(name, shape, opcode, rest[len(opcode) + 1 : end - 1], rest[end:])
 
 
 _BRACKETS_AND_QUOTES = re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"')
@@ -426,17 +419,10 @@ def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
             # the compiler marked the pair as synchronous: nothing runs between them
             is_sync = start.backend_config.get("collective_backend_config", {}).get("is_sync")
             overlapped = () if is_sync else instructions[start_index + 1 : index]
-            kind = _kind(program, start)
+            kind = start.opcode.removesuffix("-start")
+            if kind == "async":  # the root, the last instruction, of the computation that it calls
+                kind = tuple(program.computations[start.called[0]])[-1].opcode
             yield Transfer(kind, start, instruction, computation, start_index, index, overlapped)
-
-
-def _kind(program: Program, start: Instruction) -> str:
-    """The operation of an `async-start` is the root, the last instruction, of the computation that
-    it calls.
-    """
-    if start.opcode != "async-start":
-        return start.opcode.removesuffix("-start")
-    return tuple(program.computations[start.called[0]])[-1].opcode
 
 
 _KNOWN = "known_trip_count"

@@ -72,9 +72,11 @@ def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
     bars[KERNELS, _WAIT_COLOR] = list(_waits(timeline))
     factor, unit = _unit(timeline)
     for (lane, color), intervals in bars.items():
+        y = -lanes.index(lane)
+        low, high = y - 0.38, y + 0.38
         corners = [
-            [(factor * x, y - lanes.index(lane)) for x, y in _corners(*interval)]
-            for interval in intervals
+            [(start, low), (start, high), (end, high), (end, low), (start, low)]
+            for start, end in ((factor * start, factor * end) for start, end in intervals)
         ]
         # Events narrower than a pixel are visible by their edge.
         edge = 0 if color == _WAIT_COLOR else 0.3
@@ -89,11 +91,6 @@ def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
     axes.tick_params(axis="x", labelsize=8)
     plot_style.style_axes(axes, "x")
     axes.spines["left"].set_visible(False)
-
-
-def _corners(start: float, end: float) -> tuple[tuple[float, float], ...]:
-    """The closed outline of a bar around y=0."""
-    return (start, -0.38), (start, 0.38), (end, 0.38), (end, -0.38), (start, -0.38)
 
 
 def _waits(timeline: list[LayerEvent]) -> Iterator[tuple[float, float]]:
@@ -228,7 +225,22 @@ def links_figure(
     """Left: bytes that each GPU sends in one step, by collective. Right: estimated hidden and
     exposed time by link.
     """
-    rows = _collective_rows(collectives)
+    by_name: dict[tuple[str, str], list[int]] = {}
+    for stats in collectives:
+        link = "network" if stats.crosses_domains else "NVLink"
+        totals = by_name.setdefault(
+            (f"{stats.kind}, {'+'.join(stats.axes) or 'all'}", link), [0, 0]
+        )
+        totals[0] += stats.bytes
+        totals[1] += stats.count
+    ranked = sorted(
+        ((name, *totals, link) for (name, link), totals in by_name.items()), key=lambda row: -row[1]
+    )
+    rows = [row for row in ranked[:_MAX_ROWS] if row[1] >= 2**20]  # (name, bytes, count, link)
+    if rest := ranked[len(rows) :]:
+        rows.append(
+            (f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest), "")
+        )
     figure = plot_style.new_figure(9.5, 1.35 + 0.27 * max(len(rows), 3))
     sent, seconds = figure.subplots(1, 2, width_ratios=(3, 2))
     for place, (_, num_bytes, count, link) in enumerate(rows):
@@ -253,28 +265,6 @@ def links_figure(
                   frameon=False, fontsize=8)  # fmt: skip
     plot_style.set_title(figure, f"Communication per step: {title}")
     return figure
-
-
-def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, int, int, str]]:
-    """(name, bytes, count, link) of the collectives with most bytes, and of all others together."""
-    by_name: dict[tuple[str, str], list[int]] = {}
-    for stats in collectives:
-        link = "network" if stats.crosses_domains else "NVLink"
-        totals = by_name.setdefault(
-            (f"{stats.kind}, {'+'.join(stats.axes) or 'all'}", link), [0, 0]
-        )
-        totals[0] += stats.bytes
-        totals[1] += stats.count
-    rows = sorted(
-        ((name, *totals, link) for (name, link), totals in by_name.items()), key=lambda row: -row[1]
-    )
-    large = [row for row in rows[:_MAX_ROWS] if row[1] >= 2**20]
-    rest = rows[len(large) :]
-    if rest:
-        large.append(
-            (f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest), "")
-        )
-    return large
 
 
 def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:

@@ -110,7 +110,16 @@ def read_documents(config: Config, source: str) -> Documents:
         )
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
-        return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
+        # each document that no other one continues repeats its prefixes
+        is_leaf = ~np.isin(np.arange(len(lengths)) + 1, prefixes)
+        rows = np.add(lengths, _tokens_before(lengths, prefixes))[is_leaf]
+        if rows.max() > seq_len:
+            raise UserError(
+                f"the document lengths {source} have a document of {rows.max():,} tokens, with its prefix: expected at"
+                f" most config.data.seq_len={seq_len}"
+            )
+        bins = best_fit(rows, seq_len)
+        return Documents(source, [rows[bins == number] for number in range(bins.max() + 1)])
     # of the document with the most prefixes
     num_levels = ancestors_of(prefixes).shape[1]
     if num_levels > config.attention.shared_prefixes:
@@ -124,25 +133,6 @@ def read_documents(config: Config, source: str) -> Documents:
             f" config.data.seq_len={seq_len}"
         )
     return Documents(source, [np.array(lengths)], tuple(prefixes))
-
-
-def _separate_rows(
-    source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int
-) -> list[np.ndarray]:
-    """Sequences in which each document that no other one continues repeats its prefixes.
-
-    Raises:
-      UserError: a document is longer than a sequence.
-    """
-    is_leaf = ~np.isin(np.arange(len(lengths)) + 1, prefixes)
-    rows = np.add(lengths, _tokens_before(lengths, prefixes))[is_leaf]
-    if rows.max() > seq_len:
-        raise UserError(
-            f"the document lengths {source} have a document of {rows.max():,} tokens, with its prefix: expected at most"
-            f" config.data.seq_len={seq_len}"
-        )
-    bins = best_fit(rows, seq_len)
-    return [rows[bins == number] for number in range(bins.max() + 1)]
 
 
 def _tokens_before(lengths: Sequence[int], prefixes: Sequence[int]) -> np.ndarray:

@@ -123,27 +123,20 @@ class PlanRecord:
         Raises:
           UserError: the file cannot be read, or is not a plan.
         """
-        values, name = (
-            (source, "the values")
-            if isinstance(source, Mapping)
-            else (read_plan_file(Path(source)), str(source))
-        )
+        is_path = not isinstance(source, Mapping)
         try:
+            values = read_json_file(Path(source)) if is_path else source
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read the plan {source}: {error}") from error
+        try:
+            if not isinstance(values, Mapping):
+                raise TypeError("it is no JSON object")
             return _construct(cls, values)
         except (AttributeError, TypeError) as error:
+            name = str(source) if is_path else "the values"
             raise UserError(
                 f"invalid plan: {name} cannot be read ({error}); write it again with --json"
             ) from error
-
-
-def read_plan_file(path: Path) -> Mapping[str, Any]:
-    try:
-        values = read_json_file(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the plan {path}: {error}") from error
-    if not isinstance(values, Mapping):
-        raise UserError(f"invalid plan: {path} contains no JSON object; write it again with --json")
-    return values
 
 
 def _construct(hint: Any, value: Any) -> Any:
@@ -183,7 +176,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
     """
     sections = (
         _head(plan),
-        [*_memory(plan.memory), *_evaluation(plan), *_reference(plan), *_rollouts(plan)],
+        [*_memory(plan.memory), *_other_programs(plan)],
         _collectives(plan),
         _ring(plan),
         _kernels(plan),
@@ -267,25 +260,15 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield _row(f"  {tensor.shape}", tensor.bytes, label(tensor.made_by))
 
 
-def _evaluation(plan: PlanRecord) -> Iterator[str]:
+def _other_programs(plan: PlanRecord) -> Iterator[str]:
+    """What is in memory with the training state between two steps."""
     if plan.evaluation_peak_bytes is not None:
         yield _row("peak of an evaluation", plan.evaluation_peak_bytes, "with the training state")
-
-
-def _reference(plan: PlanRecord) -> Iterator[str]:
-    if (reference := plan.reference) is None:
-        return
-    seconds = estimate_text(reference.seconds, plan.predicted.interval)
-    yield _row(
-        "peak of the reference",
-        reference.peak_bytes,
-        f"with the training state; {seconds} before each step",
-    )
-    yield _row("  weights", reference.host_bytes, "in pinned host memory")
-
-
-def _rollouts(plan: PlanRecord) -> Iterator[str]:
-    """Between two steps there are the training state and the arrays of rollouts."""
+    if (reference := plan.reference) is not None:
+        seconds = estimate_text(reference.seconds, plan.predicted.interval)
+        note = f"with the training state; {seconds} before each step"
+        yield _row("peak of the reference", reference.peak_bytes, note)
+        yield _row("  weights", reference.host_bytes, "in pinned host memory")
     state_bytes = plan.memory.parameters_bytes + plan.memory.optimizer_bytes
     if (samples := plan.samples) is not None:
         texts = f"KV cache of {samples.num_sequences} texts of up to {samples.num_tokens:,} tokens"

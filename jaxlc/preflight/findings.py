@@ -128,11 +128,13 @@ def versions(driver: str = "") -> dict[str, str]:
     """
     plugin = installed_plugin()
     nccl = nccl_version()
+    # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
+    loaded = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _text(Path("/proc/driver/nvidia/version")))
     return {
         "Python": platform.python_version(),
         **{name: _package(name) for name in ("jaxlc", "jax", "jaxlib")},
         "GPU plugin": " ".join(plugin) if plugin else NOT_FOUND,
-        "driver": driver or _driver(_text(Path("/proc/driver/nvidia/version"))),
+        "driver": driver or (loaded[0] if loaded else NOT_FOUND),
         "CUDA": _package(
             "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime"
         ),
@@ -184,14 +186,6 @@ def _package(*names: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return NOT_FOUND
-
-
-def _driver(text: str) -> str:
-    """The version in /proc/driver/nvidia/version: "NVRM version: NVIDIA UNIX x86_64 Kernel Module
-    570.86.15  ...".
-    """
-    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else NOT_FOUND
 
 
 def _cudnn() -> str:

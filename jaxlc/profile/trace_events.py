@@ -17,7 +17,6 @@ graph or nothing as their instruction.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,7 +99,8 @@ def trace_from(data: ProfileData, name: str) -> Trace:
                             _event(event, dict(event.stats)) for event in line.events
                         )
             elif plane.name == _CPU_PLANE:
-                for event, stats in _with_stats(plane):
+                for event in (event for line in plane.lines for event in line.events):
+                    stats = dict(event.stats)
                     if "step_num" in stats:
                         steps.add(int(stats["step_num"]))
                     elif "hlo_op" in stats and not is_gpu:
@@ -117,14 +117,6 @@ def trace_from(data: ProfileData, name: str) -> Trace:
             f"the trace {name} has no events of devices: it was recorded while no program ran"
         )
     return Trace(ordered, tuple(sorted(steps)))
-
-
-def _with_stats(plane: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for line in plane.lines:
-        for event in line.events:
-            stats = dict(event.stats)
-            if stats:
-                yield event, stats
 
 
 def _event(event: Any, stats: dict[str, Any]) -> TraceEvent:
@@ -189,7 +181,9 @@ class EventClasses:
         name = self.instruction_of(event)
         if name is not None:
             kind = self._class_of_instruction(name)
-            return HOST_COPY_KERNEL if kind == HOST_COPY and not _is_copy(event) else kind
+            if kind == HOST_COPY and not (event.name.startswith("Memcpy") or _is_range(event)):
+                return HOST_COPY_KERNEL
+            return kind
         if event.instruction.partition(".")[0] in _CONTROL_FLOW and _is_range(event):
             return None
         if MOSAIC in event.name:
@@ -297,8 +291,3 @@ def _is_range(event: TraceEvent) -> bool:
     launches.
     """
     return event.name == event.instruction
-
-
-def _is_copy(event: TraceEvent) -> bool:
-    """Whether a copy engine runs the event; on CPU, where there are none, whether it is a copy."""
-    return event.name.startswith("Memcpy") or _is_range(event)

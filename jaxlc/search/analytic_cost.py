@@ -34,7 +34,7 @@ from jaxlc.plan.program import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_n
 from jaxlc.runtime.memory import host_pool_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.time_model import TimeModel, num_sequences
 from jaxlc.simulate.topology import Topology, make_mesh
 from jaxlc.step.memory import StateBytes, activation_bytes, pinned_bytes, state_bytes
 from jaxlc.step.remat import saves_attention
@@ -126,9 +126,7 @@ class Layout:
         self.gpus, self.roofline = rates.gpus, rates.roofline
         model, mesh, train = config.model, config.mesh, config.train
         self.model = TimeModel(self.gpus, config, self.roofline)
-        self.num_sequences = train.global_batch_size // (
-            train.gradient_accumulation_steps * mesh.data * mesh.fsdp
-        )
+        self.num_sequences = num_sequences(config)
         self.tokens = self.num_sequences * config.data.seq_len / mesh.context
         self.state = rates.state_bytes(config)
         entries = product_entries(model, config.lora, train)
@@ -245,9 +243,10 @@ class Layout:
                     1 - self.roofline.compute_share_during_nccl(device)
                 )
         layers = self.config.model.num_layers * (kernels + exposed)
-        layers += max(
-            0.0, 2 * self.roofline.host_seconds(device, self._offloaded_bytes(memory)) - layers
-        )
+        offload = ("residual",) if memory.offload and group > 1 else memory.offload
+        num_groups = self.config.model.num_remat_groups(group)
+        offloaded = activation_bytes(self.config, offload, num_groups)
+        layers += max(0.0, 2 * self.roofline.host_seconds(device, offloaded) - layers)
         num_microbatches, shard = self.config.train.gradient_accumulation_steps, self.state.trained
         # float32: each microbatch adds its gradients to a sum; the update reads and writes
         # parameters and moments.
@@ -258,11 +257,6 @@ class Layout:
             update += self.roofline.host_seconds(device, 4 * shard)
             sums += self.roofline.host_seconds(device, 3 * shard) * (num_microbatches > 1)
         return num_microbatches * (layers + self._loss_seconds(config) + sums) + update
-
-    def _offloaded_bytes(self, memory: MemoryConfig) -> float:
-        group = memory.layers_per_remat_group
-        names = memory.offload if group == 1 else ("residual",) if memory.offload else ()
-        return activation_bytes(self.config, names, self.config.model.num_remat_groups(group))
 
     def _attention_seconds(self, tile_tokens: int) -> tuple[float, float]:
         """Forward and backward of an attention layer, the mean over the kinds of layers."""

@@ -12,7 +12,7 @@ fit.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -175,24 +175,20 @@ class Search:
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
-        entries = eligible(self.goal, self._entries())
-        decisive = ranking.decisive(entries) if entries else []
-        return [
-            x for x in dict.fromkeys((*decisive, *_first_of_meshes(entries))) if x not in self.rows
-        ]
-
-    def _entries(self) -> dict[Candidate, Entry]:
-        """All candidates that fit, compiled or by their corrected estimates."""
-        entries = {}
+        fitting = dict[Candidate, Entry]()  # compiled, or by their corrected estimates
         for candidate in self.candidates:
             row = self.rows.get(candidate)
             working_ratio = self._working_ratios.median(candidate.similar, _FIRST_WORKING)
             time_ratio = self._time_ratios.median(candidate.similar_in_time, 1.0)
             if row is None and candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
-                entries[candidate] = candidate.entry(time_ratio, working_ratio)
+                fitting[candidate] = candidate.entry(time_ratio, working_ratio)
             elif row is not None and row["status"] == "done" and row["fits"]:
-                entries[candidate] = ranking.entry_of(row)
-        return entries
+                fitting[candidate] = ranking.entry_of(row)
+        entries = eligible(self.goal, fitting)
+        decisive = ranking.decisive(entries) if entries else []
+        return [
+            x for x in dict.fromkeys((*decisive, *_first_of_meshes(entries))) if x not in self.rows
+        ]
 
 
 def _first_of_meshes(entries: Mapping[Candidate, Entry]) -> list[Candidate]:
@@ -220,7 +216,16 @@ def with_advice(
       starting: called with a description of each program before it is compiled.
     """
     config = on_gpus(config, gpus)
-    given, *changes = _candidates(config, gpus, roofline)
+    rates, layouts = Rates(gpus, roofline), dict[int, Layout]()
+    candidates = []  # `config` itself, then its changes
+    for settings in ({}, *space.changes(config, gpus.device)):
+        changed = space.unchecked(config, settings)
+        steps = changed.train.gradient_accumulation_steps
+        if steps not in layouts:
+            layouts[steps] = Layout(changed, rates, rates.kernels(changed) or {})
+        estimate = layouts[steps].estimate(changed.memory)
+        candidates.append(Candidate(settings=settings, base=config, gpus=gpus, estimate=estimate))
+    given, *changes = candidates
     search = Search("fastest", changes)
     search.add(given, _row(given, plan))
     advice: list[Change] = []
@@ -250,18 +255,6 @@ def with_advice(
         ),
     )
     return dataclasses.replace(plan, advice=tuple(advice))
-
-
-def _candidates(config: Config, gpus: Topology, roofline: Roofline) -> Iterator[Candidate]:
-    """`config` itself, then its changes."""
-    rates, layouts = Rates(gpus, roofline), {}
-    for settings in ({}, *space.changes(config, gpus.device)):
-        changed = space.unchecked(config, settings)
-        steps = changed.train.gradient_accumulation_steps
-        if steps not in layouts:
-            layouts[steps] = Layout(changed, rates, rates.kernels(changed) or {})
-        estimate = layouts[steps].estimate(changed.memory)
-        yield Candidate(settings=settings, base=config, gpus=gpus, estimate=estimate)
 
 
 def _row(candidate: Candidate, plan: Plan) -> Row:

@@ -17,7 +17,7 @@ import itertools
 import math
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -33,7 +33,6 @@ from jaxlc.simulate.roofline import (
     PAIR_SPREAD,
     Interval,
     estimate_text,
-    is_distinguishable,
     two_digits,
 )
 
@@ -137,8 +136,19 @@ def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
     """The sort key of each entry: its group, whether it is near the fastest one, then its memory or
     its time.
     """
+    # Tiers: what fits without warnings, what fits with warnings, the rest. Copies of more kinds of
+    # arrays than the fewest within `_ACROSS_MESHES` of the fastest one of a tier do not pay.
+    groups: dict[tuple[int, bool], dict[K, Entry]] = {}  # smaller is better
+    for tier in (0, 1, 2):
+        members = {
+            key: x for key, x in entries.items() if (int(x.has_warnings) if x.fits else 2) == tier
+        }
+        limit = (1 + _ACROSS_MESHES) * min((x.seconds for x in members.values()), default=0.0)
+        few = min((x.host_kinds for x in members.values() if x.seconds <= limit), default=0)
+        for key, entry in members.items():
+            groups.setdefault((tier, tier < 2 and entry.host_kinds > few), {})[key] = entry
     ranks: dict[K, tuple[float, ...]] = {}
-    for group, members in _groups(entries).items():
+    for group, members in groups.items():
         limit = (1 + _ACROSS_MESHES) * min(x.seconds for x in members.values())
         by_shape: dict[Hashable, list[K]] = {}
         for key, entry in members.items():
@@ -154,24 +164,6 @@ def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
             is_near = key in first_of_shapes and entry.seconds <= limit
             ranks[key] = (*group, not is_near, *(entry.by_memory if is_near else (entry.seconds,)))
     return ranks
-
-
-def _groups(entries: Mapping[K, Entry]) -> dict[tuple[int, bool], dict[K, Entry]]:
-    """The entries by (tier, whether copies to host memory do not pay); smaller is better.
-
-    Tiers: what fits without warnings, what fits with warnings, the rest. Copies of more kinds of
-    arrays than the fewest within `_ACROSS_MESHES` of the fastest one of a tier do not pay.
-    """
-    groups: dict[tuple[int, bool], dict[K, Entry]] = {}
-    for tier in (0, 1, 2):
-        members = {
-            key: x for key, x in entries.items() if (int(x.has_warnings) if x.fits else 2) == tier
-        }
-        limit = (1 + _ACROSS_MESHES) * min((x.seconds for x in members.values()), default=0.0)
-        few = min((x.host_kinds for x in members.values() if x.seconds <= limit), default=0)
-        for key, entry in members.items():
-            groups.setdefault((tier, tier < 2 and entry.host_kinds > few), {})[key] = entry
-    return groups
 
 
 ROWS, RANKING = "points.jsonl", "ranking.csv"
@@ -212,15 +204,19 @@ class Ranking:
 
     def __getitem__(self, rows: slice) -> "Ranking":
         """`ranking[:10]` is the ranking of the first ten points."""
-        return Ranking(self.rows[rows], self.price_per_gpu_hour, self.pair_spread)
+        return replace(self, rows=self.rows[rows])
 
     def __repr__(self) -> str:
         return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
 
     def __str__(self) -> str:
-        return "\n".join(
-            [self._heading(), *aligned(self._table() if self._done() else []), *self._notes()]
+        same = ", ".join(  # the settings that are equal in all rows
+            f"{name}={self.rows[0][name]}"
+            for name in _SETTINGS
+            if name != "topology" and len({row[name] for row in self.rows}) == 1
         )
+        table = aligned(self._table() if self._done() else [])
+        return "\n".join([self.title, same, *table, *self._notes()])
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
@@ -231,12 +227,10 @@ class Ranking:
         Raises:
           UserError: no point completed, or matplotlib is not installed.
         """
-        errors.require("matplotlib", _FIGURE)
         return meshes_figure(self._completed(), self.title)
 
     def transports_figure(self) -> "Figure":
         """Tokens/s over sequence length by transport. Raises UserError as `figure`."""
-        errors.require("matplotlib", _FIGURE)
         return transports_figure(self._completed(), self.title)
 
     def write(self, out: Path) -> list[Path]:
@@ -270,7 +264,7 @@ class Ranking:
             (mesh_of(row), rank)
             for rank, row in fitting
             if mesh_of(row)[:2] == mesh_of(first)[:2]
-            and not is_distinguishable(row[speed], first[speed], spread)
+            and abs(math.log(row[speed] / first[speed])) <= spread
         ]
         if len(close) == 1:
             return ""
@@ -305,19 +299,11 @@ class Ranking:
             )
         return table
 
-    def _heading(self) -> str:
-        """The title and the settings that are equal in all rows."""
-        same = (
-            name
-            for name in _SETTINGS
-            if name != "topology" and len({row[name] for row in self.rows}) == 1
-        )
-        return "\n".join([self.title, ", ".join(f"{name}={self.rows[0][name]}" for name in same)])
-
     def _done(self) -> list[Row]:
         return [row for row in self.rows if row["status"] == "done"]
 
     def _completed(self) -> list[Row]:
+        errors.require("matplotlib", "a figure of a sweep")
         if not self._done():
             raise UserError("no point of this sweep completed; the table lists the reasons")
         return self._done()
@@ -407,7 +393,6 @@ def _figures(row: Row, price_per_gpu_hour: float | None = None) -> dict[str, str
     return texts
 
 
-_FIGURE = "a figure of a sweep"  # needs matplotlib
 MESHES, TRANSPORTS = "meshes.png", "transports.png"
 _MAX_BARS = 32
 _COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}

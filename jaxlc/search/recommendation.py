@@ -78,7 +78,15 @@ def config_source(
     )
     title = f"{title}\n\n{MARK} {verb}`. Change it as any other config file.\n"
     given = f"read_config({as_python(source)})" if source else "defaults()"
-    changes = _changes(base, recommended)
+    changes: dict[str, Any] = {}  # of a stage, or of the run where stages have no own value
+    for stage, config in zip(base, recommended, strict=True):
+        before = flattened(to_dict(stage.config))
+        for path, value in flattened(to_dict(config)).items():
+            if (path not in before or value != before[path]) and not (
+                stage.name and path in FROM_LENGTHS
+            ):
+                is_shared = not stage.name or refusal(stage.name, path)
+                changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     if verb == "init" and not base[0].name:
         values = flattened(to_dict(recommended[0]))
         changes = {path: values[path] for path in _FIRST_CHANGES} | changes
@@ -92,23 +100,6 @@ def _commented(line: re.Match[str]) -> str:
     meaning = re.split(r"[.;:] |\.$", field_comments(hint_at(part))[name])[0]
     comment = textwrap.shorten(meaning, max(0, _LINE_WIDTH - len(line[0]) - 4), placeholder=" ...")
     return f"{line[0]}  # {comment}" if comment.strip(" .") else line[0]
-
-
-def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:
-    """Settings that differ from the base, or that it lacks, by their paths.
-
-    They are settings of a stage, or of the run where stages have no own value.
-    """
-    changes: dict[str, Any] = {}
-    for stage, config in zip(base, recommended, strict=True):
-        given = flattened(to_dict(stage.config))
-        for path, value in flattened(to_dict(config)).items():
-            if (path not in given or value != given[path]) and not (
-                stage.name and path in FROM_LENGTHS
-            ):
-                is_shared = not stage.name or refusal(stage.name, path)
-                changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
-    return changes
 
 
 # per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks

@@ -249,18 +249,14 @@ def run(
                     key, config = [*configs.items()][index]
                     add(key, figures)
                     update(num_run, total)
-                    log(f"{num_run}/{total} {_line(config, rows[key])}")
+                    about_run = f"{config.data.seq_len:,} tokens, {config.runtime.transport}"
+                    log(f"{num_run}/{total} {name_of(config)}, {about_run}: {row_text(rows[key])}")
         except KeyboardInterrupt:
             num_done = sum(key in rows for key in keys)
             raise KeyboardInterrupt(
                 f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
             ) from None
     return [rows.get(key, STOPPED) for key in keys]
-
-
-def _line(config: Config, row: Row) -> str:
-    """What the log shows of a finished point."""
-    return f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}: {row_text(row)}"
 
 
 def _key(config: Config, about: Row) -> str:

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import MAX_JSON_BYTES, parse_json, read_limited
@@ -76,15 +78,6 @@ def time_interval(scale: float = TIME_SCALE, spread: float = TIME_SPREAD) -> Int
 
 
 PUBLISHED = time_interval()  # of published runs
-
-
-def is_distinguishable(
-    one_seconds: float, other_seconds: float, spread: float = PAIR_SPREAD
-) -> bool:
-    """Whether the estimates of two steps of one model on the same GPUs differ by more than the
-    interval of a ratio.
-    """
-    return abs(math.log(one_seconds / other_seconds)) > spread
 
 
 # Text of estimates. Wherever a quantity is printed, it has the same digits; JSON files have the
@@ -273,13 +266,8 @@ def head_dim_efficiency(head_dim: int, *, is_backward: bool, kernel: str = "cudn
     dims.
     """
     measured = _HEAD_DIM_EFFICIENCY_FA3 if kernel.startswith("fa3") else _HEAD_DIM_EFFICIENCY
-    curve = [(dim, rate.backward if is_backward else rate.forward) for dim, rate in measured]
-    if head_dim <= curve[0][0]:
-        return curve[0][1]
-    for (low, low_rate), (high, high_rate) in zip(curve, curve[1:]):
-        if head_dim <= high:
-            return low_rate + (high_rate - low_rate) * (head_dim - low) / (high - low)
-    return curve[-1][1]
+    rates_of_dims = [x.backward if is_backward else x.forward for _, x in measured]
+    return float(np.interp(head_dim, [dim for dim, _ in measured], rates_of_dims))
 
 
 def num_steps(kind: str, num_ranks: int) -> int:
@@ -490,7 +478,8 @@ def read(text: str | bytes) -> Roofline:
         )
     attention = values.pop("attention_share", {})
     if not isinstance(attention, dict) or not all(
-        _is_pair(name, pair) for name, pair in attention.items()
+        name in KERNELS and isinstance(pair, list) and len(pair) == 2
+        for name, pair in attention.items()
     ):
         kernels = ", ".join(KERNELS)
         raise UserError(
@@ -501,10 +490,6 @@ def read(text: str | bytes) -> Roofline:
         _check_number(name, number)
     efficiencies = {name: Efficiency(*pair) for name, pair in attention.items()}
     return Roofline(**values, attention_share=efficiencies)
-
-
-def _is_pair(name: str, value: object) -> bool:
-    return name in KERNELS and isinstance(value, list) and len(value) == 2
 
 
 def _check_number(name: str, value: object) -> None:

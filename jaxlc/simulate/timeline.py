@@ -32,7 +32,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlc.config import Config
 from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core.scopes import CORE_ATTENTION, EXPANSION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
@@ -139,7 +138,14 @@ class TimedOps:
             )
         if instruction.opcode.endswith(("-done", "-update")):  # the start was counted
             return TimedOp()
-        return TimedOp(kernel=self._kernel(computation, instruction))
+        cost = kernel_cost(self.program, computation, instruction)
+        if cost is None:
+            return TimedOp()
+        kind = PRODUCTS if cost.flops else OTHER_KERNELS
+        seconds, resource = self._model.kernel_seconds(cost)
+        seconds += self._model.roofline.kernel_gap_seconds
+        scope = innermost_scope(instruction.op_name)
+        return TimedOp(kernel=Kernel(kind, resource, seconds, cost.flops, scope))
 
     def _transfers(
         self, computation: Computation
@@ -165,15 +171,6 @@ class TimedOps:
             end = copy.start if copy.is_kernel else copy.done
             starts[copy.start] = awaits[end] = TimedTransfer(copy.start, link, seconds)
         return starts, awaits
-
-    def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel | None:
-        cost = kernel_cost(self.program, computation, instruction)
-        if cost is None:
-            return None
-        kind = PRODUCTS if cost.flops else OTHER_KERNELS
-        seconds, resource = self._model.kernel_seconds(cost)
-        seconds += self._model.roofline.kernel_gap_seconds
-        return Kernel(kind, resource, seconds, cost.flops, innermost_scope(instruction.op_name))
 
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
@@ -315,20 +312,14 @@ def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
     other_seconds = simulator.other_seconds
     if not product_seconds[EXPERTS]:
         return 0.0
-    num_rows = _num_routed_rows(model.config)
-    sizes = num_rows, model.config.model.experts.num_experts, model.config.runtime.expert_kernel
+    config = model.config  # rows that one call of the experts of a rank routes
+    tokens = num_sequences(config) * config.data.seq_len / config.mesh.context
+    num_tokens = round(config.memory.tile_tokens or tokens)
+    num_rows = num_tokens * config.model.experts.experts_per_token
+    sizes = num_rows, config.model.experts.num_experts, config.runtime.expert_kernel
     used = num_rows / (num_blocks(*sizes) * block_rows(*sizes))
     all_seconds = sum(product_seconds[scope] + other_seconds[scope] for scope in MIXTURE)
     return all_seconds - used * product_seconds[EXPERTS]
-
-
-def _num_routed_rows(config: Config) -> int:
-    """Rows that one call of the experts of a rank routes."""
-    num_tokens = (
-        config.memory.tile_tokens
-        or num_sequences(config) * config.data.seq_len / config.mesh.context
-    )
-    return round(num_tokens) * config.model.experts.experts_per_token
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
@@ -371,26 +362,26 @@ class Simulator:
 
     def run(self, computation: Computation) -> None:
         for op in self.timed_ops.of(computation):
-            self._run_op(op)
-
-    def _run_op(self, op: TimedOp) -> None:
-        if op.kernel is not None:
-            self._run_kernel(op.kernel)
-        if op.synchronization_seconds:
-            self.seconds["waiting", HOST] += op.synchronization_seconds
-            self._advance(op.synchronization_seconds)
-        if op.starts is not None:
-            link = op.starts.link
-            seconds = op.starts.seconds
-            self.transfer_seconds[LINKS[link]] += seconds
-            self.num_transfers[LINKS[link]] += 1
-            self._queues[QUEUES[link]].add(op.starts)
-        if op.awaits is not None:
-            self._await(op.awaits.start, op.awaits.link)
-        if op.loop is not None:
-            self._run_loop(op.loop)
-        if op.branches:
-            self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
+            if op.kernel is not None:
+                self._run_kernel(op.kernel)
+            if op.synchronization_seconds:
+                self.seconds["waiting", HOST] += op.synchronization_seconds
+                self._advance(op.synchronization_seconds)
+            if op.starts is not None:
+                link = op.starts.link
+                self.transfer_seconds[LINKS[link]] += op.starts.seconds
+                self.num_transfers[LINKS[link]] += 1
+                self._queues[QUEUES[link]].add(op.starts)
+            if op.awaits is not None:
+                link = op.awaits.link
+                seconds = self._queues[QUEUES[link]].seconds_until_done(op.awaits.start)
+                self.seconds["waiting", LINKS[link]] += seconds
+                self.num_exposed[LINKS[link]] += seconds > _ROUNDING_SECONDS
+                self._advance(seconds)
+            if op.loop is not None:
+                self._run_loop(op.loop)
+            if op.branches:
+                self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
 
     def _run_kernel(self, kernel: Kernel) -> None:
         seconds = kernel.seconds
@@ -408,12 +399,6 @@ class Simulator:
             self.other_seconds[kernel.scope] += kernel.seconds
         self._advance(seconds)
 
-    def _await(self, start: Instruction, link: str) -> None:
-        seconds = self._queues[QUEUES[link]].seconds_until_done(start)
-        self.seconds["waiting", LINKS[link]] += seconds
-        self.num_exposed[LINKS[link]] += seconds > _ROUNDING_SECONDS
-        self._advance(seconds)
-
     def _run_loop(self, loop: Instruction) -> None:
         program = self.timed_ops.program
         body = program.computations[loop.attributes["body"].lstrip("%")]
@@ -429,8 +414,12 @@ class Simulator:
             self._repeat(self._single_run(body), remaining)
 
     def _repeat(self, single_run: "Simulator", times: float) -> None:
-        if self.events is not None:
-            self._record_joined(single_run, times)
+        end = self.now
+        for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
+            if kind != "waiting":
+                start = end
+                end += times / _JOINED_RUNS * seconds
+                self._record(KERNELS, kind, start, end)
         self._advance(times * single_run.now)
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
@@ -445,14 +434,6 @@ class Simulator:
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value
-
-    def _record_joined(self, single_run: "Simulator", times: float) -> None:
-        end = self.now
-        for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
-            if kind != "waiting":
-                start = end
-                end += times / _JOINED_RUNS * seconds
-                self._record(KERNELS, kind, start, end)
 
     def _single_run(self, computation: Computation) -> "Simulator":
         """One run of a computation that starts with idle links."""

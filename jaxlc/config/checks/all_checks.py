@@ -527,13 +527,9 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield from range_problems(f"data.mixture.{source.name}", source)
         for problem in _source_problems(source, config.data.seq_len, names):
             yield f"config.data.mixture.{source.name}.{problem}"
-    yield from _stream_problems(config)
-
-
-def _stream_problems(config: Config) -> Iterator[str]:
-    """What needs the whole corpus, or does not read data.sources."""
+    # a stream does not have the whole corpus, and reads only data.sources
     data = config.data
-    sources = [source for source in config.data.mixture if source.share]
+    sources = [source for source in data.mixture if source.share]
     has_heldout = not data.eval_sources and config.train.eval_sequences
     unsupported = {
         "config.data.traces or config.rollouts": data.traces or config.rollouts.source,

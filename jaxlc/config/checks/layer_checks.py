@@ -65,7 +65,22 @@ def layer_problems(config: Config) -> Iterator[str]:
             f"config.model.{first}layer_kinds names {num_named} layers and config.model.num_layers is"
             f" {model.num_layers}; use --config.model.num_layers={num_named} or more, or fewer kinds"
         )
-    yield from _group_problems(config)
+    # The remat groups of other segments than the longest that repeats are as large as they can be.
+    segment = model.repeated
+    group = config.memory.layers_per_remat_group
+    period = len(segment.kinds)
+    num_layers = segment.num_layers
+    setting = f"config.memory.layers_per_remat_group={group}"
+    if group > 1 and group % period:
+        yield (
+            f"{setting} is not a multiple of the {period} layers that repeat in config.model.layer_kinds; use 1 or"
+            f" {period}"
+        )
+    if num_layers % group:
+        layers = f"config.model.num_layers={num_layers}"
+        if num_layers != model.num_layers:
+            layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
+        yield f"{setting} does not divide {layers}; use a divisor"
 
 
 def layers_by_path(model: ModelConfig) -> list[tuple[str, LayerConfig]]:
@@ -182,27 +197,6 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             yield f"config.{path}.{name}={getattr(kind, name)} has no effect in {layers}; remove it"
     if kind.attention and kind.name in names and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
-
-
-def _group_problems(config: Config) -> Iterator[str]:
-    """Memory settings that require groups of layers, and that model.layer_kinds contradicts: those
-    of the longest segment that repeats. The remat groups of others are as large as they can be.
-    """
-    segment = config.model.repeated
-    group = config.memory.layers_per_remat_group
-    period = len(segment.kinds)
-    num_layers = segment.num_layers
-    setting = f"config.memory.layers_per_remat_group={group}"
-    if group > 1 and group % period:
-        yield (
-            f"{setting} is not a multiple of the {period} layers that repeat in config.model.layer_kinds; use 1 or"
-            f" {period}"
-        )
-    if num_layers % group:
-        layers = f"config.model.num_layers={num_layers}"
-        if num_layers != config.model.num_layers:
-            layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
-        yield f"{setting} does not divide {layers}; use a divisor"
 
 
 def without_effect(section: str, values: Any, names: Iterable[str], reason: str) -> Iterator[str]:

@@ -51,21 +51,15 @@ def tile_problems(config: Config) -> Iterator[str]:
     per_device = config.data.seq_len // mesh.context
     pieces = 2 * mesh.tensor
     if per_device % tile_tokens or tile_tokens % pieces:
+        sizes = (size for size in range(pieces, per_device + 1, pieces) if per_device % size == 0)
+        nearest = min(sizes, key=lambda size: abs(size - tile_tokens), default=per_device)
         yield (
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
-            f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
+            f" is not a multiple of 2 x mesh.tensor = {pieces}; use {nearest}"
         )
     for path, layer in layers_by_path(config.model):
         for mixer in mixers_of(layer).values():
             yield from mixer.tile_problems(layer, config, path)
-
-
-def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:
-    """The multiple of `pieces` nearest to `target` that divides `tokens`; `tokens` if there is
-    none.
-    """
-    divisors = (size for size in range(pieces, tokens + 1, pieces) if tokens % size == 0)
-    return min(divisors, key=lambda size: abs(size - target), default=tokens)
 
 
 def check_num_devices(

@@ -4,8 +4,7 @@ checks, weights with their Hugging Face names, FLOPs, and bytes of what can be s
 `register` adds a kind from outside the package; `jaxlc.models.kinds.register` adds its computation.
 """
 
-import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from jaxlc.config.kinds.attention import AttentionKind
 from jaxlc.config.kinds.contract import (
@@ -67,18 +66,14 @@ def mixers_by_layer_kind() -> dict[str, tuple[str, ...]]:
     return alone | _MIXERS_OF_KINDS
 
 
-def scaled_kinds() -> frozenset[str]:
+def scaled_kinds() -> set[str]:
     """The layer kinds that model.rope.scaling applies to."""
-    return frozenset(itertools.chain.from_iterable(x.scaled_kinds for x in _with_rope()))
+    return {kind for x in MIXERS.values() if isinstance(x, HasRope) for kind in x.scaled_kinds}
 
 
-def unrotated_kinds() -> frozenset[str]:
+def unrotated_kinds() -> set[str]:
     """The layer kinds of mixers with position embeddings that have none."""
-    return frozenset(itertools.chain.from_iterable(x.unrotated_kinds for x in _with_rope()))
-
-
-def _with_rope() -> Iterator[HasRope]:
-    return (mixer for mixer in MIXERS.values() if isinstance(mixer, HasRope))
+    return {kind for x in MIXERS.values() if isinstance(x, HasRope) for kind in x.unrotated_kinds}
 
 
 def tensor_names() -> tuple[str, ...]:

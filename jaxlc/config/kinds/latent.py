@@ -152,8 +152,6 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         for name in ("rank", "value_dim"):
             if vars(latent)[name] < 1:
                 yield f"config.{path}.layer_kinds has latent layers, which need --config.model.latent.{name}"
-        if latent.query_rank < 0:
-            yield f"invalid value {latent.query_rank} for config.model.latent.query_rank: expected at least 0"
         if latent.value_dim > sizes.head_dim:
             yield (
                 f"config.model.latent.value_dim={latent.value_dim} is more than {prefix}.head_dim="

@@ -153,31 +153,17 @@ MODEL_TYPE = "jaxlc"
 _ARCHITECTURE = "JaxlcForCausalLM"
 _SETTINGS = "model"  # the field of config.json with the settings of ModelConfig
 _NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
-_HINTS = {  # the types of settings by their paths
-    path: hint
-    for name, own in typing.get_type_hints(ModelConfig).items()
-    for path, hint in flattened(
-        {name: typing.get_type_hints(own) if name in SECTIONS_OF_MODEL else own}
-    ).items()
-}
+_HINTS = flattened(  # the types of settings by their paths
+    {
+        name: typing.get_type_hints(hint) if name in SECTIONS_OF_MODEL else hint
+        for name, hint in typing.get_type_hints(ModelConfig).items()
+    }
+)
 
 
 def is_own_format(config: Mapping[str, Any]) -> bool:
     """Whether this is the content of a config.json of this format."""
     return config.get("model_type") == MODEL_TYPE
-
-
-def family_of_own_format(model: ModelConfig) -> Family:
-    """The names of the tensors of `model` in this format."""
-    tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
-    tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
-    tensors += experts.LATENT_TENSORS
-    return Family(
-        model_type=MODEL_TYPE,
-        architecture=_ARCHITECTURE,
-        settings={path: model.by_path[path] for path in COMMON_SETTINGS},
-        feed_forward_tensors=dict(experts=tensors) if model.experts.num_experts else {},
-    )
 
 
 def own_fields(model: ModelConfig) -> dict[str, Any]:
@@ -388,10 +374,19 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     the same layers. If there is none, the names of `own_format`."""
     if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
-    own = family_of_own_format(model)
-    if config is not None:
-        return own
-    return next((family for family in FAMILIES.values() if family.fits(model)), own)
+    fitting = next((x for x in FAMILIES.values() if config is None and x.fits(model)), None)
+    if fitting is not None:
+        return fitting
+    tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
+    tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
+    return Family(
+        model_type=MODEL_TYPE,
+        architecture=_ARCHITECTURE,
+        settings={path: model.by_path[path] for path in COMMON_SETTINGS},
+        feed_forward_tensors=dict(experts=(*tensors, *experts.LATENT_TENSORS))
+        if model.experts.num_experts
+        else {},
+    )
 
 
 def config_json_of(
@@ -488,7 +483,19 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
-    _check_quantization(config, family, where)
+    quantization = quantization_of(config)
+    method = quantization.get("quant_method", "an unnamed method")
+    supported = [name for name in (FP8, BITSANDBYTES, family.quantization) if name]
+    if quantization and method not in supported:
+        raise Unsupported(
+            f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}; use"
+            f" the model with weights in bfloat16, float16 or float32, or quantized with {' or '.join(supported)}"
+        )
+    block = quantization.get("weight_block_size")
+    if block is not None and (len(block) != 2 or min(block) < 1):
+        raise UserError(
+            f"{where} has weight_block_size={block!r}: expected two integers, at least 1, or null"
+        )
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {
         **_REQUIRED_VALUES,
@@ -532,22 +539,6 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The description of quantized weights in config.json; empty if there is none."""
     return next((config[name] for name in _QUANTIZATION if config.get(name)), {})
-
-
-def _check_quantization(config: Mapping[str, Any], family: Family, where: str) -> None:
-    quantization = quantization_of(config)
-    method = quantization.get("quant_method", "an unnamed method")
-    supported = [name for name in (FP8, BITSANDBYTES, family.quantization) if name]
-    if quantization and method not in supported:
-        raise Unsupported(
-            f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}; use"
-            f" the model with weights in bfloat16, float16 or float32, or quantized with {' or '.join(supported)}"
-        )
-    block = quantization.get("weight_block_size")
-    if block is not None and (len(block) != 2 or min(block) < 1):
-        raise UserError(
-            f"{where} has weight_block_size={block!r}: expected two integers, at least 1, or null"
-        )
 
 
 def _layer_kinds(

@@ -510,11 +510,10 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _unused_parameters(model: ModelConfig) -> Iterator[str]:
-    for name in vars(model.rope).keys() - {"scaling", *PARAMETERS[model.rope.scaling]}:
-        value = getattr(model.rope, name)
+    for name, value in vars(model.rope).items():
         default = getattr(RopeConfig, name)
         users = [kind for kind, names in PARAMETERS.items() if name in names]
-        if not users or value == default:
+        if not users or model.rope.scaling in users or value == default:
             continue
         yield (
             f"config.model.rope.{name}={value} has no effect with config.model.rope.scaling={model.rope.scaling!r}; use"

@@ -351,10 +351,13 @@ def context_warning(
     if context is None or num_tokens <= context:
         return None
     prefix = f"config.stages.{stage}." if stage else "config."
-    flags = " ".join(
-        f"--{prefix}model.{name}={value}"
-        for name, value in _extending_settings(model, context, num_tokens).items()
-    )
+    if model.rope.scaling in _BY_FACTOR:
+        longer = dict(factor=math.ceil(model.rope.factor * num_tokens / context))
+    else:
+        original = model.rope.original_tokens or context
+        factor = math.ceil(num_tokens / original)
+        longer = dict(scaling="yarn", factor=factor, original_tokens=original)
+    flags = " ".join(f"--{prefix}model.rope.{name}={value}" for name, value in longer.items())
     limit = f"{context:,} tokens with its RoPE"
     if trained_tokens is None:
         return (
@@ -367,18 +370,6 @@ def context_warning(
     )
 
 
-def _extending_settings(model: ModelConfig, context: int, num_tokens: int) -> dict[str, Any]:
-    """Settings of the model whose context is at least `num_tokens`: a larger factor, or YaRN."""
-    if model.rope.scaling in _BY_FACTOR:
-        return {"rope.factor": math.ceil(model.rope.factor * num_tokens / context)}
-    original = model.rope.original_tokens or context
-    return {
-        "rope.scaling": "yarn",
-        "rope.factor": math.ceil(num_tokens / original),
-        "rope.original_tokens": original,
-    }
-
-
 def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
     """The settings and the context length of model.init_from; None if it is gone or does not name
     its length.
@@ -386,18 +377,13 @@ def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
     try:
         source = locate(model.init_from)
         settings = source.model_settings()
-        length = (
-            _context_of_run(source, settings)
-            if source.is_run
-            else source.config_json()["max_position_embeddings"]
-        )
+        if source.is_run:
+            stored = source.run_config()
+            names = {name: stored["model"][name] for name in ("preset", "init_from")}
+            length = stored["data"]["seq_len"]
+            length = context_tokens(model_from({**settings, **names}), length) or length
+        else:
+            length = source.config_json()["max_position_embeddings"]
     except (UserError, KeyError):
         return None
     return (settings, length) if length else None
-
-
-def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | None:
-    stored = source.run_config()
-    names = {name: stored["model"][name] for name in ("preset", "init_from")}
-    seq_len = stored["data"]["seq_len"]
-    return context_tokens(model_from({**settings, **names}), seq_len) or seq_len

@@ -27,6 +27,7 @@ _ROTATED = "rotary_dim"
 _QUERY_BETA = "llama_4_scaling_beta"
 _QUERY_MSCALE = "mscale_all_dim"
 _THETA = "rope_theta"
+_DEFAULT_THETA = 10000.0
 _LOCAL_THETA = "rope_local_base_freq"
 _SCALING = "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
@@ -70,7 +71,7 @@ def rope_settings(
       Unsupported: a RoPE that the layers do not compute, or an unknown field.
     """
     if _has_no_rope(kinds):  # these have no effect
-        theta = float(config.get(_THETA) or _theta({}, family))
+        theta = float(config.get(_THETA) or family.defaults.get(_THETA, _DEFAULT_THETA))
         return {**DEFAULTS, "rope.theta": theta, "rope.fraction": 1.0, "rope.scaling": "none"}
     if config.get(_PARTIAL, 1) is None:  # null is 1; only an absent field has the family's default
         config = {**config, _PARTIAL: 1.0}
@@ -125,13 +126,22 @@ def rope_fields(
         return dict(rope_parameters=dict(rope_type="default", rope_theta=None))
     _check_family(model, family)
     theta = model.rope.theta
-    scaling = _scaling_of(model, family)
-    if model.rope.scaling == "ntk":
+    scaling: dict[str, Any] | None = None
+    if model.rope.scaling == "ntk":  # another base
         dim = model.rotated_dim
         theta *= model.rope.factor ** (dim / (dim - 2))
+    elif model.rope.scaling != "none":
+        rope_type = next(name for name, x in _TYPES.items() if x == model.rope.scaling)
+        scaling = {"rope_type": rope_type}
+        for name, parameter in _names_of(rope_type).items():
+            value = getattr(model.rope, parameter)
+            is_default = name in _OPTIONAL and value == DEFAULTS[f"rope.{parameter}"]
+            if name != _LONGEST and (not is_default or name in family.defaults):
+                scaling[name] = list(value) if isinstance(value, tuple) else value
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
-    if model.rope.scaling == "longrope":  # read by transformers 4
-        old[_ORIGINAL] = model.rope.original_tokens
+    if scaling and model.rope.scaling == "longrope":  # transformers 4 ignores the factor
+        scaling["attention_factor"] = attention_factor(model)
+        old[_ORIGINAL] = model.rope.original_tokens  # which it reads here
     before = (base or {}).get("rope_parameters") or (base or {}).get(_SCALING) or {}
     kept = {name: value for name, value in before.items() if name in family.irrelevant}
     full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta} | kept
@@ -171,17 +181,12 @@ def _has_no_rope(kinds: Collection[str]) -> bool:
     return "nope" in kinds and not {"full", "sliding"} & {*kinds}
 
 
-def _theta(config: Mapping[str, Any], family: Family) -> Any:
-    """None: the base is null."""
-    return config.get(_THETA, family.defaults.get(_THETA, 10000.0))
-
-
 def _settings(
     parameters: Mapping[str, Any], config: Mapping[str, Any], where: str, family: Family
 ) -> dict[str, Any]:
     """The settings that rope_parameters or rope_scaling give, with the fields outside of them."""
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    theta = _theta(config, family)
+    theta = config.get(_THETA, family.defaults.get(_THETA, _DEFAULT_THETA))  # None: it is null
     full = parameters
     sliding = dict[str, Any]()
     local = config.get(_LOCAL_THETA, family.defaults.get(_LOCAL_THETA))
@@ -364,19 +369,3 @@ def _check_family(model: ModelConfig, family: Family) -> None:
             f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"
             " full ones; use the same rope.theta and rope.sliding_theta, and rope.sliding_scaling with rope.scaling"
         )
-
-
-def _scaling_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
-    """The dict rope_scaling; None without scaling, and for NTK, which is another base."""
-    if model.rope.scaling in ("none", "ntk"):
-        return None
-    rope_type = next(name for name, scaling in _TYPES.items() if scaling == model.rope.scaling)
-    scaling: dict[str, Any] = {"rope_type": rope_type}
-    for name, parameter in _names_of(rope_type).items():
-        value = getattr(model.rope, parameter)
-        is_default = name in _OPTIONAL and value == DEFAULTS[f"rope.{parameter}"]
-        if name != _LONGEST and (not is_default or name in family.defaults):
-            scaling[name] = list(value) if isinstance(value, tuple) else value
-    if rope_type == "longrope":
-        scaling["attention_factor"] = attention_factor(model)  # transformers 4 ignores the factor
-    return scaling
