@@ -48,8 +48,11 @@ class DiskFullError(WriteError):
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of an exception in one line, without the error number and path of an OSError."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split())
+    """The message of an exception in one line, without the error number and path of an OSError; its
+    name if it has none.
+    """
+    message = str(getattr(error, "strerror", None) or error)
+    return " ".join(message.split()) or type(error).__name__
 
 
 def raise_all(problems: Iterable[str]) -> None:

@@ -38,6 +38,8 @@ FAILED = "failed"  # the field of a record that is not trained on: why
 Reward = Callable[..., Any]
 _SETTING = "config.rollouts.reward"
 _MORE = ("turns", "tokens", "reason")
+# of functions of the user; a tool that cancels a task may cancel the agent that waits for it
+_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 T = TypeVar("T")
 
 
@@ -273,7 +275,7 @@ class Agents:
                     raise ValueError("expected one or more trajectories with a turn")
             except SamplerError:
                 raise
-            except (Exception, SystemExit) as error:
+            except _FAILURES as error:
                 trajectories = client.trajectories or [client.trajectory()]
                 for trajectory in trajectories:
                     trajectory.result = f"config.rollouts.agent failed: {reason_of(error)}"
@@ -396,7 +398,7 @@ async def _retried(
             problem = f"returned {value}: expected {num_numbers} finite number"
         except TimeoutError:
             problem = f"took longer than config.rollouts.reward_seconds={limit:g}"
-        except (Exception, SystemExit) as error:
+        except _FAILURES as error:
             problem = f"failed: {reason_of(error)}"
     return [f"{_SETTING} {problem}"] * num_numbers
 

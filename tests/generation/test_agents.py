@@ -197,11 +197,12 @@ def test_answers_to_a_prompt_that_a_step_has_twice_are_trajectories_of_their_own
     assert (traces.rewards["reward"], traces.rewards["reward_max"]) == (1.5, 3.0)
 
 
-def test_agent_that_exits_has_failed_and_others_go_on():
-    """Also in a task of its own."""
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_agent_that_exits_has_failed_and_others_go_on(error):
+    """Also in a task of its own; and a reward that does the same."""
 
     async def leaves():
-        raise SystemExit("no tool")
+        raise error("no tool")
 
     async def agent(client, record):
         if client.prompt.where == "p:1":
@@ -212,9 +213,11 @@ def test_agent_that_exits_has_failed_and_others_go_on():
     agents.agent, sampler.encoder, sampler.num_agents = agent, agents.encoder, 4
     result = in_background(agents.rollouts((0, 1), 5, 4, sampler.sample))
     failed = [x.get("failed", "") for x in result.result(timeout=20)]
-    assert ["no tool" in x for x in failed[:2]] == [True] * 2 and "no tool" not in "".join(
-        failed[2:]
-    )
+    assert ["agent failed: " in x for x in failed] == [True, True, False, False]
+    assert failed[0].endswith(("no tool", "CancelledError"))
+    agents.agent, agents.reward = answer_once, lambda *_: leaves()
+    result = in_background(agents.rollouts((0, 1), 5, 4, sampler.sample))
+    assert all("reward failed: " in x["failed"] for x in result.result(timeout=20))
 
 
 def test_batch_has_the_requests_of_all_agents_that_run():
