@@ -85,10 +85,9 @@ def _explained(url: str, setting: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError) or full_disk_reason(error):
             raise
-        reason = reason_of(error) or type(error).__name__
         raise UserError(
-            f"{setting}: cannot read {url!r} ({reason}): check the name, your access to it, and that the package of"
-            " fsspec for it is installed, such as s3fs or gcsfs"
+            f"{setting}: cannot read {url!r} ({reason_of(error)}): check the name, your access to it, and that the"
+            " package of fsspec for it is installed, such as s3fs or gcsfs"
         ) from error
 
 

@@ -203,6 +203,8 @@ class TraceReader:
         else:
             ids = _token_ids(value, "prompt", where)
             text = self.encoder.tokenizer.decode(ids)
+        if not len(ids):
+            raise BadRecord(f"{where}: the field prompt is an empty text")
         return self._checked(ids, where), text
 
     def _trace(

@@ -342,16 +342,16 @@ def test_prompts_of_rollouts_have_tools_and_parts(tmp_path):
     parts = [dict(type="text", text="the "), dict(type="text", text="cat")]
     records = [
         dict(prompt=[user("q")], tools=TOOLS), dict(prompt=[dict(role="user", content=parts)]), dict(prompt="\ud83d"),
-        dict(prompt=[user("q"), bot("It ")]), dict(prompt=3),
+        dict(prompt=[user("q"), bot("It ")]), dict(prompt=3), dict(prompt=""),
     ]  # fmt: skip
-    config, path = config_of(tmp_path, records, max_bad_records=1)
+    config, path = config_of(tmp_path, records, max_bad_records=2)
     config.posttrain.loss, config.attention.shared_prefixes = "grpo", True
     config.rollouts.update(source="model", prompts=path, reward="a:b", max_tokens=9)
     prompts, warnings = open_prompts(load(config), load_tokenizer("bytes"))
     texts = [prompt.text for prompt in prompts]
     assert '"name": "add"' in texts[0] and "user\nthe cat<|im_end|>" in texts[1]
     assert texts[2] == "\ufffd" and texts[3].endswith("assistant\nIt ")
-    assert "skipped records: 1" in warnings[0]
+    assert "skipped records: 2" in warnings[0]
     [source] = show(config).sources
     assert re.fullmatch(
         r"rollouts.prompts: 4 prompts, \d+ tokens, 0 with a loss \(0.0%\)", source.heading
