@@ -84,15 +84,16 @@ def trains_layers(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> b
 
 def num_adapter_params(model: ModelConfig, lora: LoraConfig, *, active: bool = False) -> int:
     """The number of entries of all adapters; with `active`, of those that multiply a token."""
-    return lora.rank * sum_over_layers(model, lambda layer: _adapter_size(layer, lora, active))
-
-
-def _adapter_size(layer: LayerConfig, lora: LoraConfig, active: bool) -> int:
-    """Inputs and outputs of the adapters of a layer."""
-    matrices = layer_matrices(layer)
-    paths = projection_paths()
-    params = {path for name in lora.projections for path in paths[name]} & matrices.keys()
-    return sum(matrices[param].low_rank_size(active=active) for param in params)
+    known = projection_paths()
+    paths = {path for name in lora.projections for path in known[name]}
+    return lora.rank * sum_over_layers(
+        model,
+        lambda layer: sum(
+            matrix.low_rank_size(active=active)
+            for path, matrix in layer_matrices(layer).items()
+            if path in paths
+        ),
+    )
 
 
 def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> int:

@@ -78,22 +78,17 @@ def read_run(trace: Path) -> TracedRun:
                     text = file.read(_MAX_PROGRAM_BYTES + 1)
                 if len(text) > _MAX_PROGRAM_BYTES:
                     raise ValueError(f"the program has more than {_MAX_PROGRAM_BYTES:,} bytes")
-                return TracedRun(
-                    program=analyze(text.decode()), about=_checked(read_json_file(about))
-                )
+                run = read_json_file(about)
+                types = dict(config=dict, num_devices=int, device_kind=str)
+                is_valid = isinstance(run, dict) and run.get(PAIRS, 0) is not None
+                if not is_valid or not all(isinstance(run.get(x), y) for x, y in types.items()):
+                    raise ValueError(f"expected a JSON object with {', '.join(types)}")
+                return TracedRun(program=analyze(text.decode()), about=run)
             except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise UserError(
                     f"cannot read {program} and {about.name}: {error}; trace the steps again"
                 ) from error
     return TracedRun()
-
-
-def _checked(about: Any) -> dict[str, Any]:
-    types = dict(config=dict, num_devices=int, device_kind=str)
-    pairs = about.get(PAIRS, 0) if isinstance(about, dict) else None
-    if pairs is None or not all(isinstance(about.get(name), kind) for name, kind in types.items()):
-        raise ValueError(f"expected a JSON object with {', '.join(types)}")
-    return about
 
 
 def predict(run: TracedRun, *, plan: str, topology_name: str, constants: str) -> Estimate | None:

@@ -411,29 +411,27 @@ class Simulator:
             remaining -= 1
             is_recorded = is_recorded and len(self.events or ()) < _MAX_EVENTS
         if remaining:
-            self._repeat(self._single_run(body), remaining)
-
-    def _repeat(self, single_run: "Simulator", times: float) -> None:
-        end = self.now
-        for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
-            if kind != "waiting":
-                start = end
-                end += times / _JOINED_RUNS * seconds
-                self._record(KERNELS, kind, start, end)
-        self._advance(times * single_run.now)
-        self.flops += times * single_run.flops
-        self.product_flops += times * single_run.product_flops
-        for name in (
-            "seconds",
-            "product_seconds",
-            "other_seconds",
-            "transfer_seconds",
-            "num_transfers",
-            "num_exposed",
-        ):
-            totals = getattr(self, name)
-            for key, value in getattr(single_run, name).items():
-                totals[key] += times * value
+            single_run = self._single_run(body)
+            end = self.now
+            for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
+                if kind != "waiting":
+                    start = end
+                    end += remaining / _JOINED_RUNS * seconds
+                    self._record(KERNELS, kind, start, end)
+            self._advance(remaining * single_run.now)
+            self.flops += remaining * single_run.flops
+            self.product_flops += remaining * single_run.product_flops
+            for name in (
+                "seconds",
+                "product_seconds",
+                "other_seconds",
+                "transfer_seconds",
+                "num_transfers",
+                "num_exposed",
+            ):
+                totals = getattr(self, name)
+                for key, value in getattr(single_run, name).items():
+                    totals[key] += remaining * value
 
     def _single_run(self, computation: Computation) -> "Simulator":
         """One run of a computation that starts with idle links."""
