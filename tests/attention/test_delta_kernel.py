@@ -113,7 +113,7 @@ def _short():
 def test_inverse_of_equal_keys_is_accurate():
     """The product of (I + A^2), (I + A^4), ... has an error of 2e9 here."""
     A = np.tril(np.ones((64, 64), np.float32), -1)
-    inverse = kernel._inverse(jnp.asarray(A), kernel._Matmul(jnp.float32, interpret=True))
+    inverse = kernel._inverse(jnp.asarray(A))
     exact = np.linalg.inv(np.eye(64) + A.astype(np.float64))
     assert max_relative_error(inverse, exact) < FLOAT32_PARITY
 

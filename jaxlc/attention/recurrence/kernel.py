@@ -1,10 +1,10 @@
 """Kernels of recurrences over chunks (Pallas on Triton): one for the factors of a chunk, one for
 the scan over chunks.
 
-Both compute what `chunks.py` describes, with nothing of size [C, C] in device memory and one launch
-for all chunks. A program of the first kernel owns one chunk and value head. Its backward computes
-the chunk again. A program of the second one owns some columns of one head's state, and keeps them
-in registers.
+Both compute what `chunks.py` describes, with one launch for all chunks. A program of the first
+kernel owns one chunk and value head. Where it is differentiated, it saves the inverse of I + A and
+the scores, arrays [C, C]; its backward computes the rest of the chunk again. A program of the
+second one owns some columns of one head's state, and keeps them in registers.
 
 Products of float32 factors are sums of six products of bfloat16 factors. Those are in shared memory;
 of TF32 factors, each thread would have copies in its registers. Triton's sizes are powers of 2.
@@ -24,8 +24,9 @@ from jaxlc.core.errors import Unsupported
 # Less than `chunks.CHUNK_TOKENS`, which it divides: a program has about ten arrays [C, K] or [C, C]
 # of float32 in its registers.
 KERNEL_TOKENS = 64
-_FACTOR_WARPS = 8
-_SCAN_WARPS = 4
+# Stages are loads in flight, each with shared memory of its own.
+_FACTOR_PARAMS = dict(num_warps=8, num_stages=1)
+_SCAN_PARAMS = dict(num_warps=4, num_stages=2)
 _SCAN_COLUMNS = 32
 _COLUMNS = 64  # of one step of a loop over the columns of keys or values
 
@@ -61,27 +62,22 @@ class Factors(NamedTuple):
     added: jax.Array
 
 
-class _Matmul(NamedTuple):
-    """Matrix products with float32 sums."""
+_NUM_FACTORS = len(Factors._fields)
 
-    dtype: Any  # of the tokens
-    interpret: bool
 
-    def narrow(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """a b, of factors that are rounded to `dtype`."""
-        if self.dtype == jnp.float32:
-            return self.exact(a, b)
-        return lax.dot(
-            a.astype(self.dtype), b.astype(self.dtype), preferred_element_type=jnp.float32
-        )
+def _narrow(dtype, a: jax.Array, b: jax.Array) -> jax.Array:
+    """a b with float32 sums, of factors that are rounded to `dtype`."""
+    if dtype == jnp.float32:
+        return _exact(a, b)
+    return lax.dot(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
-    def exact(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """a b as precise as with float32 factors: each is a sum of three of bfloat16."""
-        if self.interpret:
-            return lax.dot(a, b, precision=lax.Precision.HIGHEST)
-        (a0, a1, a2), (b0, b1, b2) = _parts(a), _parts(b)
-        pairs = (a2, b0), (a1, b1), (a0, b2), (a1, b0), (a0, b1), (a0, b0)  # the smallest first
-        return sum(lax.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs)
+
+def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a b as precise as with float32 factors: each is a sum of three of bfloat16."""
+    (a0, a1, a2), (b0, b1, b2) = _parts(a), _parts(b)
+    # By the parts of a, of which only one is in registers as a factor, and the smallest first.
+    pairs = (a2, b0), (a1, b1), (a1, b0), (a0, b2), (a0, b1), (a0, b0)
+    return sum(lax.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs)
 
 
 def _parts(x: jax.Array) -> list[jax.Array]:
@@ -94,7 +90,7 @@ def _parts(x: jax.Array) -> list[jax.Array]:
     return parts
 
 
-def _inverse(A: jax.Array, matmul: _Matmul) -> jax.Array:
+def _inverse(A: jax.Array) -> jax.Array:
     """`chunks.unit_lower_inverse` of [C, C], without slices: of the inverse D of the diagonal blocks
     of some size, and the blocks X of A below them in blocks of twice that size, D - D X D."""
     rows, columns = _indices(A.shape[0])
@@ -104,7 +100,7 @@ def _inverse(A: jax.Array, matmul: _Matmul) -> jax.Array:
         is_below = (rows // (2 * size) == columns // (2 * size)) & (rows // size > columns // size)
         X = jnp.where(is_below, A, 0.0)
         # the first D is the identity
-        D -= X if size == 1 else matmul.exact(D, matmul.exact(X, D))
+        D -= X if size == 1 else _exact(D, _exact(X, D))
         size *= 2
     return D
 
@@ -156,15 +152,6 @@ def _corrected(kk: jax.Array, gates: _Gates, beta: jax.Array) -> jax.Array:
     return jnp.where(rows > columns, kk * gates.decays * beta[:, None], 0.0)
 
 
-def _shared(x: Operands, segments_ref, before_ref, matmul: _Matmul) -> tuple:
-    """What both kernels compute: (gates, beta, k, scores, inverse of I + A)."""
-    gates = _gates(x.g, segments_ref, before_ref)
-    beta = x.beta[...]
-    k = x.k[...]
-    scores = matmul.narrow(x.q[...], k.T) * gates.decays
-    return gates, beta, k, scores, _inverse(_corrected(matmul.narrow(k, k.T), gates, beta), matmul)
-
-
 def _over_columns(width: int, body: Callable, carry: tuple = ()) -> tuple:
     """carry = body(columns, *carry) over blocks of the columns of an array: one is in registers."""
     block = min(_COLUMNS, width)
@@ -173,25 +160,33 @@ def _over_columns(width: int, body: Callable, carry: tuple = ()) -> tuple:
     )
 
 
-def _factors_kernel(x: Operands, segments_ref, before_ref, results: tuple, *, interpret: bool):
+def _factors_kernel(x: Operands, segments_ref, before_ref, results: tuple):
     """See the top of chunks.py."""
-    results = Factors(*results)
-    matmul = _Matmul(x.q.dtype, interpret)
-    gates, beta, k, scores, inverse = _shared(x, segments_ref, before_ref, matmul)
-    kept = (k * gates.until_end[:, None]).T.astype(k.dtype)
+    results, saved = Factors(*results[:_NUM_FACTORS]), results[_NUM_FACTORS:]
+    narrow = functools.partial(_narrow, x.q.dtype)
+    gates = _gates(x.g, segments_ref, before_ref)
+    beta = x.beta[...]
+    k = x.k[...]
+    scores = (narrow(x.q[...], k.T) * gates.decays).astype(k.dtype)
+    inverse = _inverse(_corrected(narrow(k, k.T), gates, beta))
     results.decay[...] = gates.decay
+    for ref, value in zip(saved, (inverse, scores)):
+        ref[...] = value
+    # Read again after a store: the compiler would keep k in registers while it inverts.
+    k = x.k[...]
+    kept = (k * gates.until_end[:, None]).T.astype(k.dtype)
 
     def add(columns):
-        u = matmul.exact(inverse, x.v[:, columns] * beta[:, None])
-        results.out[:, columns] = matmul.narrow(scores, u)
-        results.added[:, columns] = matmul.narrow(kept, u)
+        u = _exact(inverse, x.v[:, columns] * beta[:, None])
+        results.out[:, columns] = narrow(scores, u)
+        results.added[:, columns] = narrow(kept, u)
         return ()
 
     def correct(columns):
         factor = beta * gates.since_start
-        w = matmul.exact(inverse, x.k[:, columns] * factor[:, None])
-        results.correction[:, columns] = matmul.narrow(kept, w).astype(k.dtype)
-        q = x.q[:, columns] * gates.since_start[:, None] - matmul.narrow(scores, w)
+        w = _exact(inverse, x.k[:, columns] * factor[:, None])
+        results.correction[:, columns] = narrow(kept, w).astype(k.dtype)
+        q = x.q[:, columns] * gates.since_start[:, None] - narrow(scores, w)
         results.q[:, columns] = q.astype(k.dtype)
         return ()
 
@@ -200,83 +195,92 @@ def _factors_kernel(x: Operands, segments_ref, before_ref, results: tuple, *, in
 
 
 def _gradients_kernel(
-    x: Operands, segments_ref, before_ref, gradients: Factors, results: tuple, *, interpret: bool
+    x: Operands, segments_ref, before_ref, saved: tuple, gradients: Factors, results: tuple
 ):
-    """The derivative of `_factors_kernel`, in reverse order, from its operands."""
+    """The derivative of `_factors_kernel`, in reverse order, from its operands and what it saved.
+
+    Arrays that several steps need are read in each of them: they would be in registers meanwhile.
+    """
     dx = Operands(*results)
-    matmul = _Matmul(x.q.dtype, interpret)
-    gates, beta, k, scores, inverse = _shared(x, segments_ref, before_ref, matmul)
-    since_start = gates.since_start
-    kept = (k * gates.until_end[:, None]).astype(k.dtype)
+    inverse_ref, scores_ref = saved
+    narrow = functools.partial(_narrow, x.q.dtype)
+    gates = _gates(x.g, segments_ref, before_ref)
+    since_start, until_end = gates.since_start, gates.until_end
+    beta = x.beta[...]
+    size = min(_COLUMNS, x.k.shape[1])
+    blocks = [pl.ds(start, size) for start in range(0, x.k.shape[1], size)]
 
-    def solve_gradients(dsolved, right, dinverse):
-        """The gradients of the right side and of the inverse."""
-        dinverse += matmul.exact(dsolved, right.T)
-        return matmul.exact(inverse.T, dsolved), dinverse
+    def solved_gradient(dout, dkept_ref, columns):
+        kept = (x.k[...] * until_end[:, None]).astype(x.k.dtype)
+        return narrow(scores_ref[...].T, dout) + narrow(kept, dkept_ref[:, columns])
 
-    def add(columns, dscores, dinverse, dkept, dbeta):
-        v = x.v[:, columns].astype(jnp.float32)
-        right = v * beta[:, None]
-        u = matmul.exact(inverse, right)
+    def solve(columns, values, factor, dout, dkept_ref, dscores, dinverse, *dkept):
+        """The gradients of the right side and of its factor, and the sums over columns."""
+        right = values * factor[:, None]
+        solved = _exact(inverse_ref[...], right)
+        dscores += narrow(dout, solved.T)
+        dkept = [
+            total + narrow(solved, dkept_ref[rows, columns].T) for total, rows in zip(dkept, blocks)
+        ]
+        dsolved = solved_gradient(dout, dkept_ref, columns)
+        dinverse += _exact(dsolved, right.T)
+        dright = _exact(inverse_ref[...].T, dsolved)
+        return dright, jnp.sum(dright * values, axis=1), (dscores, dinverse, *dkept)
+
+    def add(columns, dbeta, *carry):
+        values = x.v[:, columns].astype(jnp.float32)
         dout = gradients.out[:, columns]
-        dadded = gradients.added[:, columns]
-        dscores += matmul.narrow(dout, u.T)
-        dkept += matmul.narrow(u, dadded.T)
-        du = matmul.narrow(scores.T, dout) + matmul.narrow(kept, dadded)
-        dright, dinverse = solve_gradients(du, right, dinverse)
-        dx.v[:, columns] = (dright * beta[:, None]).astype(k.dtype)
-        return dscores, dinverse, dkept, dbeta + jnp.sum(dright * v, axis=1)
+        dright, dfactor, carry = solve(columns, values, beta, dout, gradients.added, *carry)
+        dx.v[:, columns] = (dright * beta[:, None]).astype(x.v.dtype)
+        return dbeta + dfactor, *carry
 
-    def correct(columns, dscores, dinverse, dkept, dbeta, dsince):
-        factor = beta * since_start
-        k_columns = x.k[:, columns].astype(jnp.float32)
+    def correct(columns, dsince, dbeta, *carry):
+        values = x.k[:, columns].astype(jnp.float32)
         dq = gradients.q[:, columns].astype(jnp.float32)
         dsince += jnp.sum(dq * x.q[:, columns], axis=1)
-        right = k_columns * factor[:, None]
-        w = matmul.exact(inverse, right)
-        dcorrection = gradients.correction[:, columns]
-        dscores -= matmul.narrow(dq, w.T)
-        dkept += matmul.narrow(w, dcorrection.T)
-        dright, dinverse = solve_gradients(w_gradient(dq, dcorrection), right, dinverse)
-        dfactor = jnp.sum(dright * k_columns, axis=1)
-        return dscores, dinverse, dkept, dbeta + dfactor * since_start, dsince + dfactor * beta
+        factor = beta * since_start
+        _, dfactor, carry = solve(columns, values, factor, -dq, gradients.correction, *carry)
+        dbeta += dfactor * since_start
+        dx.beta[...] = dbeta  # Without a store, Triton would read shared arrays before the loop.
+        return dsince + dfactor * beta, dbeta, *carry
 
-    def w_gradient(dq, dcorrection):
-        return matmul.narrow(kept, dcorrection) - matmul.narrow(scores.T, dq)
-
-    square = jnp.zeros_like(scores)
+    square = jnp.zeros(scores_ref.shape, jnp.float32)
     zero = jnp.zeros_like(beta)
-    carry = square, square, jnp.zeros(k.shape, jnp.float32), zero
-    *carry, dbeta = _over_columns(x.v.shape[1], add, carry)
-    carry = _over_columns(k.shape[1], correct, (*carry, dbeta, zero))
-    dscores, dinverse, dkept, dbeta, dsince = carry
-    # Results are written once, with all columns: Triton orders no loads after stores.
-    dq = gradients.q[...].astype(jnp.float32)
-    dproducts = dscores * gates.decays
-    dbetween = dproducts * matmul.narrow(x.q[...], k.T)
-    dx.q[...] = dq * since_start[:, None] + matmul.narrow(dproducts, k)
-    duntil = jnp.sum(dkept * k, axis=1)
-    dk = dkept * gates.until_end[:, None] + matmul.narrow(dproducts.T, x.q[...])
-    dA = -matmul.exact(matmul.exact(inverse.T, dinverse), inverse.T)
-    dkk, dbetween_A, dbeta_A = _gradient_of_corrected(dA, matmul.narrow(k, k.T), gates, beta)
-    dbetween += dbetween_A
-    dbeta += dbeta_A
-    dk += matmul.narrow(dkk + dkk.T, k)
-    dright = matmul.exact(inverse.T, w_gradient(dq, gradients.correction[...]))
-    dk += dright * (beta * since_start)[:, None]
-    dx.k[...] = dk
-    dx.beta[...] = dbeta
-
+    carry = square, square, *(jnp.zeros((beta.size, b.size), jnp.float32) for b in blocks)
+    carry = _over_columns(x.v.shape[1], add, (zero, *carry))
+    carry = _over_columns(x.k.shape[1], correct, (zero, *carry))
+    dsince, dbeta, dscores, dinverse, *dkept = carry
+    transposed = inverse_ref[...].T
+    dA = -_exact(_exact(transposed, dinverse), transposed)
+    gates = _gates(x.g, segments_ref, before_ref)
+    dproducts, dkk, dbetween, dbeta_A = _product_gradients(x, gates, beta, dscores, dA)
+    dx.beta[...] = dbeta + dbeta_A
+    duntil = zero
+    for columns, dkept_columns in zip(blocks, dkept):
+        k = x.k[:, columns]
+        dq = gradients.q[:, columns].astype(jnp.float32)
+        dx.q[:, columns] = dq * since_start[:, None] + narrow(dproducts, k)
+        duntil += jnp.sum(dkept_columns * k, axis=1)
+        dright = _exact(inverse_ref[...].T, solved_gradient(-dq, gradients.correction, columns))
+        dk = dkept_columns * until_end[:, None] + dright * (beta * since_start)[:, None]
+        dk += narrow(dproducts.T, x.q[:, columns]) + narrow(dkk, k)
+        dx.k[:, columns] = dk
     dg = _gradient_of_gates(gates, dbetween, dsince, duntil, gradients.decay[...])
     for term in range(dx.g.shape[0]):
         dx.g[term] = dg
 
 
-def _gradient_of_corrected(dA, kk, gates: _Gates, beta) -> tuple[jax.Array, ...]:
-    """The gradients of kk, of G_i - G_j and of beta, from the gradient of A; see `_corrected`."""
+def _product_gradients(x: Operands, gates: _Gates, beta, dscores, dA) -> tuple[jax.Array, ...]:
+    """The gradients of q k^T, of k k^T and its transpose, of G_i - G_j, and of beta; see
+    `_corrected`."""
+    narrow = functools.partial(_narrow, x.q.dtype)
+    k = x.k[...]
+    dproducts = dscores * gates.decays
+    dbetween = dproducts * narrow(x.q[...], k.T)
     by_beta = _corrected(dA, gates, jnp.ones_like(beta))
-    by_kk = by_beta * kk
-    return by_beta * beta[:, None], by_kk * beta[:, None], jnp.sum(by_kk, axis=1)
+    by_kk = by_beta * narrow(k, k.T)
+    dkk = by_beta * beta[:, None]
+    return dproducts, dkk + dkk.T, dbetween + by_kk * beta[:, None], jnp.sum(by_kk, axis=1)
 
 
 def _gradient_of_gates(gates: _Gates, dbetween, dsince, duntil, ddecay) -> jax.Array:
@@ -289,8 +293,9 @@ def _gradient_of_gates(gates: _Gates, dbetween, dsince, duntil, ddecay) -> jax.A
     return dg + jnp.where(gates.in_last, dG_end, 0.0)
 
 
-def _specs(x: Operands) -> tuple[Operands, list, Factors]:
-    """Block specs for a grid (chunk, head, sequence): of operands, segments, factors."""
+def _specs(x: Operands) -> tuple[Operands, list, tuple]:
+    """Block specs for a grid (chunk, head, sequence): of operands, segments, results of
+    `_call_factors`."""
     C = KERNEL_TOKENS
     heads_per_key = x.v.shape[2] // x.q.shape[2]
     K, V = x.q.shape[-1], x.v.shape[-1]
@@ -311,7 +316,8 @@ def _specs(x: Operands) -> tuple[Operands, list, Factors]:
         zeros = (0,) * len(shape)
         return pl.BlockSpec((None, None, None, *shape), lambda n, h, b: (n, b, h, *zeros))
 
-    return operands, segments, Factors(*(factor(*s) for s in ((C, K), (C, V), (), (K, K), (K, V))))
+    shapes = (C, K), (C, V), (), (K, K), (K, V), (C, C), (C, C)
+    return operands, segments, tuple(factor(*shape) for shape in shapes)
 
 
 @jax.custom_vjp
@@ -322,38 +328,38 @@ def factors(x: Operands, segments_BL: jax.Array, before_NB1: jax.Array) -> Facto
       x: of all tokens; g [terms, B, H, L], beta [B, H, L].
       before_NB1: the segment of the token before each chunk.
     """
-    return _call_factors(x, segments_BL, before_NB1)
+    return Factors(*_call_factors(x, segments_BL, before_NB1, _NUM_FACTORS))
 
 
-def _call_factors(x, segments_BL, before_NB1):
+def _call_factors(x, segments_BL, before_NB1, num_results):
+    """The first `num_results` of the fields of `Factors`, the inverse of I + A, and the scores."""
     shape = (*before_NB1.shape[:2], x.v.shape[2])
-    K, V = x.q.shape[-1], x.v.shape[-1]
     operands, segments, specs = _specs(x)
-    shapes = Factors(
-        jax.ShapeDtypeStruct((*shape, KERNEL_TOKENS, K), x.q.dtype),
-        jax.ShapeDtypeStruct((*shape, KERNEL_TOKENS, V), jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct((*shape, K, K), x.q.dtype),
-        jax.ShapeDtypeStruct((*shape, K, V), jnp.float32),
+    dtype, wide = x.q.dtype, jnp.float32
+    dtypes = dtype, wide, wide, dtype, wide, wide, dtype
+    shapes = tuple(
+        jax.ShapeDtypeStruct((*shape, *spec.block_shape[3:]), dtype)
+        for spec, dtype in zip(specs, dtypes)
     )
     return _call(
         _factors_kernel,
         (x, segments_BL, before_NB1),
         grid=(shape[0], shape[2], shape[1]),
         in_specs=[operands, *segments],
-        out_specs=specs,
-        out_shape=shapes,
-        num_warps=_FACTOR_WARPS,
+        out_specs=specs[:num_results],
+        out_shape=shapes[:num_results],
+        params=_FACTOR_PARAMS,
         name="delta_factors",
     )
 
 
-def _factors_forward(x, segments_BL, before_NB1):
-    return factors(x, segments_BL, before_NB1), (x, segments_BL, before_NB1)
+def _factors_forward(*operands):
+    results = _call_factors(*operands, None)
+    return Factors(*results[:_NUM_FACTORS]), (*operands, results[_NUM_FACTORS:])
 
 
 def _factors_backward(residuals, gradients: Factors):
-    x, segments_BL, before_NB1 = residuals
+    x, _, before_NB1, _ = residuals
     num_chunks, num_sequences, _ = before_NB1.shape
     num_heads = x.v.shape[2]
     operands, segments, specs = _specs(x)
@@ -361,29 +367,23 @@ def _factors_backward(residuals, gradients: Factors):
     own_keys = pl.BlockSpec(operands.q.block_shape, operands.v.index_map)
     dx = _call(
         _gradients_kernel,
-        (x, segments_BL, before_NB1, gradients),
+        (*residuals, gradients),
         grid=(num_chunks, num_heads, num_sequences),
-        in_specs=[operands, *segments, specs],
+        in_specs=[operands, *segments, specs[_NUM_FACTORS:], Factors(*specs[:_NUM_FACTORS])],
         out_specs=operands._replace(q=own_keys, k=own_keys),
-        out_shape=Operands(per_head, per_head, *map(_shape, (x.v, x.g, x.beta))),
-        num_warps=_FACTOR_WARPS,
+        out_shape=jax.eval_shape(lambda: x)._replace(q=per_head, k=per_head),
+        params=_FACTOR_PARAMS,
         name="delta_factors_gradient",
     )
-    q, k = (_sum_of_heads(dy, y) for dy, y in ((dx.q, x.q), (dx.k, x.k)))
+    # The gradients of key heads are sums over their value heads.
+    q, k = (
+        dy.reshape(*y.shape[:3], -1, y.shape[3]).sum(3).astype(y.dtype)
+        for dy, y in ((dx.q, x.q), (dx.k, x.k))
+    )
     return dx._replace(q=q, k=k), None, None
 
 
 factors.defvjp(_factors_forward, _factors_backward)
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _sum_of_heads(dx_BLHK: jax.Array, x_BLGK: jax.Array) -> jax.Array:
-    """The gradient of each key head: a sum over its value heads."""
-    by_key_head = dx_BLHK.reshape(*x_BLGK.shape[:3], -1, x_BLGK.shape[3])
-    return by_key_head.sum(3).astype(x_BLGK.dtype)
 
 
 def scan(
@@ -422,7 +422,7 @@ def scan(
             jax.ShapeDtypeStruct(first.shape, jnp.float32),
             jax.ShapeDtypeStruct(shape, dtype),
         ),
-        num_warps=_SCAN_WARPS,
+        params=_SCAN_PARAMS,
         name="delta_scan",
     )
 
@@ -436,7 +436,6 @@ def _scan_kernel(
     *,
     backwards: bool,
     without: int,
-    interpret: bool,
 ):
     """Args: without: the first columns, to which nothing is added."""
     last_ref, entering_ref = results
@@ -450,23 +449,23 @@ def _scan_kernel(
         entering_ref[n] = narrow
         S = decay_ref[n] * S
         correction = correction_ref[n].T if backwards else correction_ref[n]
-        S -= _Matmul(narrow.dtype, interpret).narrow(correction, narrow)
+        S -= _narrow(narrow.dtype, correction, narrow)
         added = added_ref[n, :, columns].astype(jnp.float32)
         return S + (added if without == 0 else jnp.where(column >= 0, added, 0.0))
 
     last_ref[...] = lax.fori_loop(0, num_chunks, step, first_ref[...])
 
 
-def _call(kernel: Callable, operands: tuple, *, num_warps: int, **options: Any) -> Any:
+def _call(kernel: Callable, operands: tuple, *, params: dict, **options: Any) -> Any:
     """Runs `kernel` compiled, or interpreted on a CPU. It gets references to the operands, and
     a tuple of references to the results."""
     from jax.experimental.pallas import triton  # see kernels/pallas.py
 
     def run(interpret: bool):
         def body(*refs):
-            kernel(*refs[: len(operands)], refs[len(operands) :], interpret=interpret)
+            kernel(*refs[: len(operands)], refs[len(operands) :])
 
-        params = triton.CompilerParams(num_warps=num_warps, num_stages=2)
-        return pl.pallas_call(body, compiler_params=params, interpret=interpret, **options)
+        compiler_params = triton.CompilerParams(**params)
+        return pl.pallas_call(body, compiler_params=compiler_params, interpret=interpret, **options)
 
     return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
