@@ -227,7 +227,7 @@ def document_order(
     Raises:
       UserError: the tokens do not split over the ranks.
     """
-    documents_first, lengths = _documents(segment_ids_T)
+    documents_first, lengths = _documents(segment_ids_T, context)
     num_tokens = len(segment_ids_T)
     per_rank = 2 if mirrored else 1
 
@@ -239,7 +239,6 @@ def document_order(
             return pieces
         return None
 
-    lengths = _checked(lengths, num_tokens, context)
     fits = (
         None
         if window is None and not mirrored
@@ -323,7 +322,7 @@ def chained_order(
     Raises:
       UserError: the tokens do not split over the ranks.
     """
-    documents_first, lengths = _documents(segment_ids_T)
+    documents_first, lengths = _documents(segment_ids_T, context)
     num_tokens = len(segment_ids_T)
 
     def fits(assignment: Assignment) -> bool:
@@ -334,7 +333,7 @@ def chained_order(
         )
 
     best = _best_assignment(
-        _checked(lengths, num_tokens, context), num_tokens, context,
+        lengths, num_tokens, context,
         max_sharded=num_chains - 1, fits=fits, is_exhaustive=window is None, skips_ring_steps=skips_ring_steps,
     )  # fmt: skip
     if best is None:
@@ -349,23 +348,18 @@ def zigzag_chain(num_tokens: int, context: int) -> ChainedOrder:
     return ChainedOrder(zigzag_order(num_tokens, context), np.tile(halves_T, context))
 
 
-def _documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _documents(segment_ids_T: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens, first the tokens of documents, and the lengths of the documents. Padding may be
-    anywhere.
+    anywhere. Raises UserError if the tokens do not split over the ranks.
     """
-    documents_first = np.argsort(segment_ids_T == 0, kind="stable")
-    ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
-    return documents_first, np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
-
-
-def _checked(lengths, num_tokens: int, context: int) -> np.ndarray:
-    lengths = np.asarray(lengths, np.int64)
-    assert (lengths > 0).all() and lengths.sum() <= num_tokens, (lengths, num_tokens)
+    num_tokens = len(segment_ids_T)
     if num_tokens % context:
         raise UserError(
             f"a sequence of {num_tokens} tokens does not split over {context} ranks; use a multiple of {context}"
         )
-    return lengths
+    documents_first = np.argsort(segment_ids_T == 0, kind="stable")
+    ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
+    return documents_first, np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
 
 
 def _best_assignment(
