@@ -144,6 +144,21 @@ class CallResults(NamedTuple):
         return self.joined(self.results)
 
 
+class KernelOfCalls:
+    """The contract of a kernel that has `forward_calls` and `backward_calls`."""
+
+    forward_calls: Callable[..., CallResults]
+    backward_calls: Callable[..., CallResults]
+
+    def forward(self, *operands) -> tuple[jax.Array, ...]:
+        """(out_BTNH, lse_BNT)"""
+        return self.forward_calls(*operands).values()
+
+    def backward(self, *operands) -> tuple[jax.Array, ...]:
+        """(dq_BTNH, dk_BSKH, dv_BSKH)"""
+        return self.backward_calls(*operands).values()
+
+
 def implicit_ranges(
     spec: AttentionSpec, num_queries: int, num_keys: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -256,6 +271,14 @@ def gradient(sinks_N: jax.Array, results: QueryResults) -> jax.Array:
     return -jnp.sum(probability_BNT * (delta_BTN.swapaxes(1, 2) - dlse_BNT), axis=(0, 2)).astype(
         sinks_N.dtype
     )
+
+
+def pad_tokens(x_BT: jax.Array, multiple: int) -> jax.Array:
+    """Pads dimension 1 with zeros to a multiple. Of ranges, zeros are an empty range."""
+    missing = -x_BT.shape[1] % multiple
+    if not missing:
+        return x_BT
+    return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
 
 
 def merge(

@@ -187,7 +187,7 @@ def _totals(maps: Affine, fragment_GB: jax.Array | None, num_fragments: int) -> 
 
     def step(before, group):
         group_map, is_first_B = group
-        after = group_map.after(_where(_like_maps(is_first_B), empty, before))
+        after = group_map.after(where(is_first_B, empty, before))
         return after, after
 
     _, until = lax.scan(step, empty, (maps, _is_first(fragment_GB)))
@@ -197,7 +197,7 @@ def _totals(maps: Affine, fragment_GB: jax.Array | None, num_fragments: int) -> 
     last = jax.tree.map(
         lambda x: jnp.take_along_axis(x, index_FB, axis=0, mode="promise_in_bounds"), until
     )
-    return _where(_like_maps(last_FB >= 0), last, empty)
+    return where(last_FB >= 0, last, empty)
 
 
 def _spread(maps: Affine, fragment_GB: jax.Array | None, fragment_states: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def _spread(maps: Affine, fragment_GB: jax.Array | None, fragment_states: jax.Ar
         group_map, fragment_B, is_first_B = group
         index_B = jnp.minimum(fragment_B, len(fragment_states) - 1)[None, :, None, None, None]
         start = jnp.take_along_axis(fragment_states, index_B, axis=0, mode="promise_in_bounds")[0]
-        S = jnp.where(_like_maps(is_first_B), start, S)
+        S = where(is_first_B, start, S)
         return group_map(S), S
 
     return lax.scan(step, fragment_states[0], (maps, fragment_GB, _is_first(fragment_GB)))[1]
@@ -222,11 +222,6 @@ def _is_first(fragment_GB: jax.Array) -> jax.Array:
     """Whether each group is the first of its fragment."""
     previous_GB = jnp.pad(fragment_GB[:-1], [(1, 0), (0, 0)], constant_values=-1)
     return fragment_GB != previous_GB
-
-
-def _like_maps(flags: jax.Array) -> jax.Array:
-    """Flags [..., B] with the dimensions of maps, [..., B, H, K, K]."""
-    return flags[..., None, None, None]
 
 
 def _fragment_states(totals: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
@@ -265,10 +260,10 @@ def _before(own: Affine, ranks: Ranks, direction: int) -> Affine:
 
     index = lax.axis_index(ranks.axis)
     distance = index if direction == 1 else ranks.size - 1 - index  # from the start
-    before = _where(distance >= 1, shift(own, 1), _empty(own))
+    before = where(distance >= 1, shift(own, 1), _empty(own))
     step = 1
     while step < ranks.size - 1:
-        before = _where(distance > step, before.after(shift(before, step)), before)
+        before = where(distance > step, before.after(shift(before, step)), before)
         step *= 2
     return before
 
@@ -279,8 +274,14 @@ def _empty(like: Affine) -> Affine:
     return Affine(jnp.broadcast_to(eye, like.M.shape), jnp.zeros_like(like.U))
 
 
-def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+def where(condition: jax.Array, a: Any, b: Any) -> Any:
+    """Selects between trees of arrays, whose first dimensions are those of `condition`."""
+    return jax.tree.map(lambda x, y: jnp.where(like(condition, x), x, y), a, b)
+
+
+def like(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """Flags with the number of dimensions of x."""
+    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
 
 def continued_states(

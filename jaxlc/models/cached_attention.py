@@ -15,7 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import contract
 from jaxlc.attention.contract import (
-    AttentionProblem,
     AttentionSpec,
     Kernel,
     KeyRanges,
@@ -23,7 +22,6 @@ from jaxlc.attention.contract import (
     merge_parts,
     prepared,
 )
-from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
@@ -255,7 +253,9 @@ class CachedAttention(CachedKernels):
         with jax.named_scope(scopes.CORE_ATTENTION), window_scope, jax.named_scope(scopes.KV_CACHE):
             out_BCNH, lse_BNC, cache = split(q_BCNH, added, cache, layer, new, ranges, weights)
         if not (self.window or self._is_decoding):
-            out, lse = self._chunk_attention(q_BCNH, *kv)
+            config, _ = self._chunk_kernel
+            attend = sharded_attention.make(config, self.mesh, token_order="natural")
+            out, lse = attend(q_BCNH, *kv)
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
         with jax.named_scope(scopes.CORE_ATTENTION):
@@ -268,7 +268,8 @@ class CachedAttention(CachedKernels):
         past = {"tokens in the cache": self._cache_kernel}
         if self.window or self._is_decoding:
             return past
-        return {"tokens of the chunk": self._chunk_kernel} | past
+        _, kernel = self._chunk_kernel
+        return {"tokens of the chunk": kernel} | past
 
     @property
     def _is_decoding(self) -> bool:
@@ -284,30 +285,22 @@ class CachedAttention(CachedKernels):
         return sharded_attention.attention_spec(self.config, self.mesh, False, None, None)
 
     @property
-    def _chunk_config(self) -> AttentionConfig:
+    def _chunk_kernel(self) -> tuple[AttentionConfig, KernelSelection]:
         """The config of a call within a chunk, with kernel auto if the named one does not support
-        this device.
+        this device; and its kernel.
         """
-        try:
-            self._choose(self.config)
-        except Unsupported:
-            return dataclasses.replace(self.config, kernel="auto")
-        return self.config
-
-    @property
-    def _chunk_kernel(self) -> KernelSelection:
-        return self._choose(self._chunk_config)
-
-    def _choose(self, config: AttentionConfig) -> KernelSelection:
-        head_dim = self.q_like.shape[-1]
-        dtype = self.q_like.dtype
-        return sharded_attention.choose(
-            config, self.mesh, head_dim=head_dim, dtype=dtype, packed=False
+        choose = functools.partial(
+            sharded_attention.choose,
+            mesh=self.mesh,
+            head_dim=self.q_like.shape[-1],
+            dtype=self.q_like.dtype,
+            packed=False,
         )
-
-    @property
-    def _chunk_attention(self) -> sharded_attention.ShardedAttention:
-        return sharded_attention.make(self._chunk_config, self.mesh, token_order="natural")
+        try:
+            return self.config, choose(self.config)
+        except Unsupported:
+            config = dataclasses.replace(self.config, kernel="auto")
+            return config, choose(config)
 
     @property
     def _cache_kernel(self) -> KernelSelection:
@@ -317,21 +310,18 @@ class CachedAttention(CachedKernels):
         A chunk of full layers has the form of packed documents: all queries of a sequence have the
         same keys.
         """
-        device = self.mesh.devices.flat[0]
         (batch, chunk_tokens, num_heads, _), head_dim = self.q_like.shape, self._cached_dim
         num_rows = max(chunk_tokens * num_heads, self.layout.tokens_per_rank * self.num_kv_heads)
         batch_ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        problem = AttentionProblem(
-            platform=device.platform,
-            compute_capability=getattr(device, "compute_capability", None),
-            dtype=jnp.dtype(self.q_like.dtype).name,
+        problem = sharded_attention.problem_on(
+            self.mesh,
+            self.q_like.dtype,
             head_dim=head_dim,
             value_dim=head_dim,
             window=self.window,
             implicit_positions=False,
             document_ranges=not (self.window or self._is_decoding),
             num_elements=num_rows * head_dim * batch // (batch_ranks * self.mesh.shape[TENSOR]),
-            cudnn_version=cudnn.version_for(device),
         )
         name = self.config.kernel
         is_supported = name in KERNELS and KERNELS[name].unsupported(problem) is None

@@ -100,14 +100,10 @@ def check_devices(devices: Iterable[jax.Device]) -> None:
     for device in devices:
         capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
         if str(capability) != COMPUTE_CAPABILITY:
-            found = (
-                f"{device.device_kind} has {capability}"
-                if capability
-                else f"{device.device_kind} is no GPU"
-            )
+            found = f"has {capability}" if capability else "is no GPU"
             raise Unsupported(
                 f"config.runtime.expert_kernel='mosaic' needs GPUs of compute capability {COMPUTE_CAPABILITY}, and"
-                f" {found}; use --config.runtime.expert_kernel=blocks"
+                f" {device.device_kind} {found}; use --config.runtime.expert_kernel=blocks"
             )
 
 

@@ -327,17 +327,13 @@ class RecurrentTiles(NamedTuple):
             return saved or (out, None), kept, gradients
 
         def finish(gradients, dsummed, dof_tiles):
-            def maps_backward(carry, operands):
-                dx_nBtD, dweights = carry
-                tile, own, dmaps = operands
-                dweights_tile, dx_BtD, dbefore = maps_of(*own)[1](dmaps)
-                dx_nBtD = put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile)
-                return (dx_nBtD, add(dweights, dweights_tile)), dbefore
+            def maps_backward(_, own, dmaps):
+                return maps_of(*own)[1](dmaps)
 
             dbefore, dstates = dof_tiles
             (dmaps,) = states_vjp(dstates)
-            (dx_nBtD, dweights), dbefore_maps = lax.scan(
-                maps_backward, gradients, (tile_indices(x_nBtD), tiles, dmaps)
+            (dx_nBtD, dweights), (dbefore_maps,) = add_of_tiles(
+                maps_backward, gradients, tiles, dmaps
             )
             dweights_before, dx_before = before_vjp(add(dbefore, dbefore_maps))
             return dx_nBtD + dx_before, add(dweights, dweights_before)
@@ -355,6 +351,23 @@ def at(x_nBtD: jax.Array, tile: jax.Array) -> jax.Array:
 
 def put_at(x_nBtD: jax.Array, x_BtD: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x_nBtD, x_BtD, tile, 0)
+
+
+def add_of_tiles(backward: Callable, gradients: tuple, *operands) -> tuple[tuple, list]:
+    """(dx_nBtD, dweights) with the gradients of all tiles added, and the other gradients [n, ...].
+
+    Args:
+      backward: `(tile, *operands of the tile) -> (dweights, dx_BtD, *others)`.
+    """
+
+    def step(carry, operands):
+        dx_nBtD, dweights = carry
+        dweights_tile, dx_BtD, *others = backward(*operands)
+        tile, *_ = operands
+        dx_nBtD = put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile)
+        return (dx_nBtD, add(dweights, dweights_tile)), others
+
+    return lax.scan(step, gradients, (tile_indices(gradients[0]), *operands))
 
 
 def add(total, more):

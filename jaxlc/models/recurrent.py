@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.recurrence.chunks import Rule, one_output
-from jaxlc.attention.recurrence.convolution import like
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
     Filter,
@@ -31,6 +30,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
 )
 from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
+from jaxlc.attention.state_passing import like, where
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
@@ -325,10 +325,8 @@ class CachedRecurrence:
         out, new_state = one_output(tokens, state, self.rule)
         values = [new_state, *(x[:, 1:] for x in inputs)]
         is_new = new.num_new_B > 0
-        values = [
-            jnp.where(like(is_new, x), x, old.astype(x.dtype))
-            for x, old in zip(values, (state, *past))
-        ]
+        old = [before.astype(x.dtype) for x, before in zip(values, (state, *past))]
+        values = where(is_new, values, old)
         return jnp.broadcast_to(out, (len(out), num_local, *out.shape[2:])), *values
 
 

@@ -46,6 +46,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     """The stand-in in place of the FFI calls, and sizes for documents of up to 96, 24 and 6 tokens."""
     fa3_stand_in.install(monkeypatch)
     monkeypatch.setattr(fa3, "MIN_DOCUMENT_TOKENS", 4)
+    monkeypatch.setattr(fa3._CALLS, "min_tokens", 4)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -27,6 +27,7 @@ from jaxlc.attention.contract import (
     KeyRanges,
     QueryResults,
     implicit_ranges,
+    pad_tokens,
 )
 from jaxlc.core.errors import Unsupported
 
@@ -142,8 +143,7 @@ def _block_tokens(limit: int, num_tokens: int, spec: AttentionSpec) -> int:
 
 def _split_blocks(x_BT: jax.Array, block_tokens: int) -> jax.Array:
     """[B, T, ...] -> [I, B, block, ...], padded with zeros to a multiple of the block size."""
-    missing = -x_BT.shape[1] % block_tokens
-    x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2)) if missing else x_BT
+    x_BT = pad_tokens(x_BT, block_tokens)
     return x_BT.reshape(x_BT.shape[0], -1, block_tokens, *x_BT.shape[2:]).swapaxes(0, 1)
 
 
@@ -187,9 +187,7 @@ def forward(
             f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)"
         )
     if ranges is not None and len(q_BTNH) > 1:
-        return _map_sequences(
-            lambda *operands: forward(*operands, spec), q_BTNH, k_BSKH, v_BSKH, ranges
-        )
+        return _map_sequences(forward, spec, q_BTNH, k_BSKH, v_BSKH, ranges)
     queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
 
     def one_head(operands):
@@ -205,11 +203,7 @@ def backward(
 ):
     """See `contract.Kernel.backward`."""
     if ranges is not None and len(q_BTNH) > 1:
-
-        def one_sequence(q, k, v, ranges, results):
-            return backward(q, k, v, ranges, spec, results)
-
-        return _map_sequences(one_sequence, q_BTNH, k_BSKH, v_BSKH, ranges, results)
+        return _map_sequences(backward, spec, q_BTNH, k_BSKH, v_BSKH, ranges, results)
     queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
     stats = query_stats(k_BSKH.shape[2], results, spec)
 
@@ -225,14 +219,14 @@ def backward(
     )
 
 
-def _map_sequences(function, *operands):
-    """`function` of each sequence alone, as a batch of one: packed sequences can skip different
-    blocks.
+def _map_sequences(function, spec: AttentionSpec, *operands):
+    """`forward` or `backward` of each sequence alone, as a batch of one: packed sequences can skip
+    different blocks.
     """
 
     def one_sequence(operands):
-        results = function(*jax.tree.map(lambda x: x[None], operands))
-        return jax.tree.map(lambda x: x[0], results)
+        q, k, v, ranges, *results = jax.tree.map(lambda x: x[None], operands)
+        return jax.tree.map(lambda x: x[0], function(q, k, v, ranges, spec, *results))
 
     return lax.map(one_sequence, operands)
 

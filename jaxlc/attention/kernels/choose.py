@@ -22,6 +22,7 @@ from jaxlc.attention.contract import (
     AttentionSpec,
     CallResults,
     Kernel,
+    KernelOfCalls,
     QueryResults,
     TreeRanges,
     calls_of,
@@ -34,8 +35,10 @@ from jaxlc.core.errors import Unsupported, UserError
 
 
 @dataclass(frozen=True)
-class SharedPrefixKernel:
-    """A kernel whose `ranges` are `TreeRanges`; otherwise as `contract.Kernel`."""
+class SharedPrefixKernel(KernelOfCalls):
+    """A kernel whose `ranges` are `TreeRanges` and whose results are float32; otherwise as
+    `contract.Kernel`.
+    """
 
     kernel: Kernel
 
@@ -49,14 +52,6 @@ class SharedPrefixKernel:
             prepared(self.kernel, ranges.own, num_keys, spec),
             tuple(prepared(self.kernel, x, num_keys, of_prefix) for x in ranges.prefixes),
         )
-
-    def forward(self, *operands):
-        """(out_BTNH, lse_BNT), both float32."""
-        return self.forward_calls(*operands).values()
-
-    def backward(self, *operands):
-        """(dq_BTNH, dk_BSKH, dv_BSKH), float32."""
-        return self.backward_calls(*operands).values()
 
     def forward_calls(
         self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec

@@ -30,6 +30,7 @@ from jaxlc.attention.contract import (
     AttentionProblem,
     AttentionSpec,
     CallResults,
+    KernelOfCalls,
     KeyRanges,
     QueryResults,
 )
@@ -176,95 +177,74 @@ def check_deterministic(device: jax.Device) -> None:
         )
 
 
-def forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: KeyRanges | None,
-    spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
-    """See `contract.Kernel.forward`.
+class CallsByMask(KernelOfCalls):
+    """A kernel whose calls for packed documents differ from those with an implicit mask.
 
-    Args:
-      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
-        first is the index of its document's first query; otherwise all queries of a document have the same range.
-    Raises:
-      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
+    Its functions are those of `contract.Kernel`. Key ranges are those of packed documents. With a causal spec, a query
+    at index t of k has the range [first, t + 1), where first is the index of its document's first query; otherwise all
+    queries of a document have the same range.
+
+    The kernel has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals
+    the ds of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to
+    the dtype of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the
+    second call.
     """
-    return forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec).values()
 
+    def __init__(
+        self, implicit: tuple[Callable, ...], packed: tuple[Callable, ...], min_tokens=None
+    ):
+        """
+        Args:
+          implicit, packed: the forward and the backward call. Packed ones return `CallResults`.
+          min_tokens: of `cudnn_packed.buckets`.
+        """
+        self._calls = tuple(zip(implicit, packed, strict=True))
+        self.min_tokens = min_tokens
 
-def forward_calls(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec
-) -> CallResults:
-    """As `forward`; see `contract`."""
-    call, operands = call_for(_forward, cudnn_packed.forward, ranges, spec)
-    return call(q_BTNH, k_BSKH, v_BSKH, *operands)
+    def prepare(self, ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTable:
+        """The table of documents that calls with these ranges need, over num_keys keys; see `contract`.
 
+        Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap`
+        does not support calls with a table.
+        """
+        table = prepared_table(ranges, num_keys, spec, self.min_tokens)
+        return jax.tree.map(lambda x: x[None], table)
 
-def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTable:
-    """The table of documents that calls with these ranges need, over num_keys keys; see `contract`.
+    def forward_calls(self, q_BTNH, k_BSKH, v_BSKH, ranges, spec: AttentionSpec) -> CallResults:
+        """As `forward`; see `contract`."""
+        call, operands = _call_for(*self._calls[0], ranges, spec)
+        return call(q_BTNH, k_BSKH, v_BSKH, *operands)
 
-    Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap`
-    does not support calls with a table.
-    """
-    return jax.tree.map(lambda x: x[None], prepared_table(ranges, num_keys, spec))
+    def backward_calls(
+        self, q_BTNH, k_BSKH, v_BSKH, ranges, spec: AttentionSpec, results: QueryResults
+    ) -> CallResults:
+        """As `backward`; see `contract`."""
+        call, operands = _call_for(*self._calls[1], ranges, spec)
+        out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
 
+        def calls(v_BSKH, out_BTNH, dout_BTNH) -> CallResults:
+            out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
+            return call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
 
-def backward(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
-):
-    """See `contract.Kernel.backward`; raises as `forward`.
+        def add_dlse_term(dq_BTNH, dk_BSKH):
+            is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
+            ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
+            dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
+            dq_term_BTNH, dk_term_BSKH, _ = calls(
+                ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH
+            ).values()
+            return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
 
-    cuDNN has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p
-    dlse equals the ds of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1,
-    0, ..., 0). It is rounded to the dtype of q, as dout is. Where the caller does not use the lse,
-    dlse is a constant zero, and XLA removes the second call.
-    """
-    return backward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec, results).values()
+        # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time
+        # instead, which takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
+        has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
+        gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
 
+        def joined(results):
+            *dqk, dv_BSKH = gradients.joined(results)
+            return *lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, *dqk), dv_BSKH
 
-def backward_calls(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
-) -> CallResults:
-    """As `backward`; see `contract`."""
-    call, operands = call_for(_backward, cudnn_packed.backward, ranges, spec)
-    return gradients_with_dlse(call, q_BTNH, k_BSKH, v_BSKH, operands, results)
-
-
-def gradients_with_dlse(
-    call: Callable, q_BTNH, k_BSKH, v_BSKH, operands: tuple, results: QueryResults
-) -> CallResults:
-    """(dq, dk, dv) of a kernel without a gradient of the lse; see `backward`.
-
-    Args:
-      call: of `call_for`, with its operands.
-    """
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-
-    def calls(v_BSKH, out_BTNH, dout_BTNH) -> CallResults:
-        out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
-        return call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
-
-    def add_dlse_term(dq_BTNH, dk_BSKH):
-        is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
-        ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
-        dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
-        dq_term_BTNH, dk_term_BSKH, _ = calls(
-            ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH
-        ).values()
-        return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
-
-    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time instead, which
-    # takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
-    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
-    gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
-
-    def joined(results):
-        *dqk, dv_BSKH = gradients.joined(results)
-        return *lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, *dqk), dv_BSKH
-
-    return CallResults(gradients.results, joined)
+        return CallResults(gradients.results, joined)
 
 
 def workspace_bytes(
@@ -297,7 +277,7 @@ def workspace_bytes(
     return documents_per_row * workspace
 
 
-def call_for(
+def _call_for(
     implicit: Callable, packed: Callable, ranges, spec: AttentionSpec
 ) -> tuple[Callable, tuple]:
     """`implicit` for a call without ranges or `packed` for one with them, with the spec, and its
@@ -358,3 +338,11 @@ def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict
     # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before
     # it.
     return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, window=spec.window)
+
+
+_CALLS = CallsByMask((_forward, _backward), (cudnn_packed.forward, cudnn_packed.backward))
+# They raise Unsupported for a causal call without ranges and with T != S, or with ranges for a window or 2^31 elements
+# of q or k.
+forward, forward_calls = _CALLS.forward, _CALLS.forward_calls
+backward, backward_calls = _CALLS.backward, _CALLS.backward_calls
+prepare = _CALLS.prepare

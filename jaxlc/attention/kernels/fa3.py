@@ -39,17 +39,13 @@ from jaxlc.attention.contract import (
     AttentionProblem,
     AttentionSpec,
     CallResults,
-    KeyRanges,
-    QueryResults,
 )
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.cudnn_packed import (
     Block,
     Bucket,
     DocumentRows,
-    DocumentTable,
     document_of_rows,
-    prepared_table,
 )
 from jaxlc.core.errors import Unsupported, install_hint, is_installed, reason_of
 from jaxlc.runtime.xla_flags import find_library
@@ -134,47 +130,6 @@ def assumption(problem: AttentionProblem) -> str | None:
     """What a choice for an absent GPU assumes."""
     is_absent = problem.cudnn_version is None
     return f"assumes {_PACKAGE} {VERSION} where the run is" if is_absent else None
-
-
-def forward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec):
-    """See `contract.Kernel.forward`; out is in q's dtype.
-
-    Args:
-      ranges: as `cudnn.forward` takes them. With a window, each document's keys ascend with its queries, and no two
-        documents share a key.
-    Raises:
-      Unsupported: a causal call without ranges that has more queries than keys.
-    """
-    return forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec).values()
-
-
-def forward_calls(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec
-) -> CallResults:
-    """As `forward`; see `contract`."""
-    call, operands = cudnn.call_for(_forward, _packed_forward, ranges, spec)
-    return call(q_BTNH, k_BSKH, v_BSKH, *operands)
-
-
-def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTable:
-    """As `cudnn.prepare`."""
-    table = prepared_table(ranges, num_keys, spec, MIN_DOCUMENT_TOKENS)
-    return jax.tree.map(lambda x: x[None], table)
-
-
-def backward(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
-):
-    """See `contract.Kernel.backward`; raises as `forward`. The gradient of the lse is a second call, as of cuDNN."""
-    return backward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec, results).values()
-
-
-def backward_calls(
-    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
-) -> CallResults:
-    """As `backward`; see `contract`."""
-    call, operands = cudnn.call_for(_backward, _packed_backward, ranges, spec)
-    return cudnn.gradients_with_dlse(call, q_BTNH, k_BSKH, v_BSKH, operands, results)
 
 
 def workspace_bytes(
@@ -289,6 +244,16 @@ def _packed_backward(
         return dq.reshape(q_BTNH.shape), dk.reshape(k_BSKH.shape), dv.reshape(v_BSKH.shape)
 
     return block.backward(call)
+
+
+_CALLS = cudnn.CallsByMask(
+    (_forward, _backward), (_packed_forward, _packed_backward), MIN_DOCUMENT_TOKENS
+)
+# With a window, each document's keys ascend with its queries, and no two documents share a key. They raise Unsupported
+# for a causal call without ranges that has more queries than keys.
+forward, forward_calls = _CALLS.forward, _CALLS.forward_calls
+backward, backward_calls = _CALLS.backward, _CALLS.backward_calls
+prepare = _CALLS.prepare
 
 
 def _rows(x_BT: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ from jaxlc.attention.contract import (
     KeyRanges,
     QueryResults,
     implicit_ranges,
+    pad_tokens,
 )
 from jaxlc.core import errors, hardware, scopes
 from jaxlc.core.errors import Unsupported
@@ -269,8 +270,9 @@ def forward(
     """
     num_queries = q_BTNH.shape[1]
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
-    q_BTNH, start_BT, end_BT = (_pad(x, BLOCK_TOKENS) for x in (q_BTNH, mask.start_BT, mask.end_BT))
-    k_BSKH, v_BSKH = (_pad(x, BLOCK_TOKENS) for x in (k_BSKH, v_BSKH))
+    q_BTNH, k_BSKH, v_BSKH, (start_BT, end_BT) = _padded(
+        (q_BTNH, k_BSKH, v_BSKH, mask[:2]), BLOCK_TOKENS
+    )
     mask = mask._replace(start_BT=start_BT, end_BT=end_BT)
     out_BTNH, lse_BNT = tokamax_forward(
         q_BTNH, k_BSKH, v_BSKH, mask, scale=_scale(spec, q_BTNH), generation=target_generation()
@@ -366,8 +368,8 @@ def _gradients(
         else -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
         for num_tokens in (num_queries, num_keys)
     )
-    queries = _Queries(*(_pad(x, q_block) for x in queries))
-    k_BSKH, v_BSKH = (_pad(x, kv_block) for x in (k_BSKH, v_BSKH))
+    queries = _padded(queries, q_block)
+    k_BSKH, v_BSKH = _padded((k_BSKH, v_BSKH), kv_block)
 
     def pair_gradients(queries: _Queries, k_BSKH, v_BSKH):
         mask = KernelMask(queries.start_BT, queries.end_BT, is_causal)
@@ -464,14 +466,8 @@ def _unordered_if_empty(ranges: KeyRanges, num_keys: int) -> KeyRanges:
     )
 
 
-def _pad(x_BT: jax.Array | None, multiple: int) -> jax.Array | None:
-    """Pads dimension 1 with zeros to a multiple; for queries, zeros in start and end are an empty
-    range.
-    """
-    missing = 0 if x_BT is None else -x_BT.shape[1] % multiple
-    if not missing:
-        return x_BT
-    return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+def _padded(arrays: Any, multiple: int) -> Any:
+    return jax.tree.map(lambda x: pad_tokens(x, multiple), arrays)
 
 
 def _scale(spec: AttentionSpec, q_BTNH: jax.Array) -> float:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.state_passing import is_first, predecessors
+from jaxlc.attention.state_passing import is_first, like, predecessors, where
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT
 from jaxlc.sharding.mesh import Ranks
@@ -37,7 +37,7 @@ class Tail(NamedTuple):
     exists: jax.Array  # bool [...]
 
     def or_else(self, earlier: "Tail") -> "Tail":
-        return jax.tree.map(lambda a, b: jnp.where(like(self.exists, a), a, b), self, earlier)
+        return where(self.exists, self, earlier)
 
 
 class _Chunks(NamedTuple):
@@ -193,11 +193,6 @@ def _selected(is_selected: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.einsum(
         "...ij,...jw->...iw", is_selected.astype(x.dtype), x, precision=lax.Precision.HIGHEST
     )
-
-
-def like(flags: jax.Array, x: jax.Array) -> jax.Array:
-    """Flags with the number of dimensions of x."""
-    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
 
 @jax.named_scope(scopes.CONVOLUTION)

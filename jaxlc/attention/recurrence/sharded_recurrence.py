@@ -20,9 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.recurrence import chunks, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
-from jaxlc.attention.recurrence.convolution import convolution, like
+from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.recurrence.sharded_rule import groups_at_once, recurrence, recurrence_in_groups
-from jaxlc.attention.state_passing import predecessors
+from jaxlc.attention.state_passing import like, predecessors
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies import window_exchange
-from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, joined, parted
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
@@ -67,16 +67,14 @@ def attend(
 
 
 def _forward(qkv: ShardedQKV, kernel, spec, ranks: Ranks):
-    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
-    return kernel.forward(q, *_gather_kv(k, v, ranges, ranks), ranges.over_keys, spec)
+    return kernel.forward(qkv.q_btnH, *_gather_kv(qkv, ranges, ranks), ranges.over_keys, spec)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks):
-    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
-    k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
-    dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)
+    operands = qkv.q_btnH, *_gather_kv(qkv, ranges, ranks)
+    dq, dk, dv = kernel.backward(*operands, ranges.over_keys, spec, results)
     # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its
     # own shard of it.
     with jax.named_scope(scopes.ALL_GATHER_KV):
@@ -91,16 +89,11 @@ _attend = attention_vjp(_forward, _backward)
 
 
 @jax.named_scope(scopes.ALL_GATHER_KV)
-def _gather_kv(
-    k_bskH: jax.Array, v_bskH: jax.Array, ranges: GatheredRanges, ranks: Ranks
-) -> tuple[jax.Array, jax.Array]:
+def _gather_kv(qkv: ShardedQKV, ranges: GatheredRanges, ranks: Ranks) -> list[jax.Array]:
     """K and V of all ranks in natural order, in one collective."""
-    head_dim = k_bskH.shape[-1]
-    kv_bSkH = lax.all_gather(
-        jnp.concatenate([k_bskH, v_bskH], axis=-1), ranks.axis, axis=1, tiled=True
-    )
-    kv_bSkH = _reorder(kv_bSkH, ranges.order_bS)
-    return kv_bSkH[..., :head_dim], kv_bSkH[..., head_dim:]
+    _, k_bskH, v_bskH, *_ = qkv
+    kv_bSkH = lax.all_gather(joined(k_bskH, v_bskH), ranks.axis, axis=1, tiled=True)
+    return parted(_reorder(kv_bSkH, ranges.order_bS), k_bskH)
 
 
 def _reorder(x_bSkH: jax.Array, order_bS: jax.Array) -> jax.Array:

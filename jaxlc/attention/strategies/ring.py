@@ -252,25 +252,24 @@ def attend(
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    return _run(_forward_steps, qkv, RingState.create(kernel, spec, ranks, qkv.ranges))
+    return _run(_forward_steps, qkv, kernel, spec, ranks)
 
 
 def _backward(
     qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
 ):
-    return _run(
-        functools.partial(_backward_steps, results),
-        qkv,
-        RingState.create(kernel, spec, ranks, qkv.ranges),
-    )
+    return _run(functools.partial(_backward_steps, results), qkv, kernel, spec, ranks)
 
 
-def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
+def _run(run_steps: Callable, qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
     """The result of `run_steps(qkv, ring, number of steps)`, for all ring steps or for as many as
     are needed.
     """
-    if not isinstance(qkv.ranges, SkippableSteps):
-        return run_steps(qkv, ring, ring.ranks.size)
+    may_skip = isinstance(qkv.ranges, SkippableSteps)
+    ranges = qkv.ranges.ranges if may_skip else qkv.ranges
+    ring = RingState(kernel, spec, ranks, lax.axis_index(ranks.axis), ranges)
+    if not may_skip:
+        return run_steps(qkv, ring, ranks.size)
 
     def run(num_steps):
         results = run_steps(qkv, ring, num_steps)
@@ -283,7 +282,7 @@ def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
         with jax.named_scope(scopes.FIRST_RING_STEPS):
             return run(NUM_FIRST_RING_STEPS)
 
-    return lax.cond(qkv.ranges.are_needed[0], lambda: run(ring.ranks.size), run_first_steps)
+    return lax.cond(qkv.ranges.are_needed[0], lambda: run(ranks.size), run_first_steps)
 
 
 def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
@@ -358,12 +357,6 @@ class RingState(NamedTuple):
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
     ranges: Any  # from `prepare`; None: an implicit mask
-
-    @classmethod
-    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
-        """The state of the calling rank; call inside `shard_map`."""
-        step_ranges = ranges.ranges if isinstance(ranges, SkippableSteps) else ranges
-        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), step_ranges)
 
     @property
     def own_ranges(self):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,6 @@ def choose(
       UserError, Unsupported: as `choose_kernel`.
     """
     strategy = STRATEGIES[known_strategy(config.strategy)]
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     implicit_positions = (
         strategy.implicit_positions_in_windows if window else strategy.implicit_positions
     )
@@ -160,10 +159,9 @@ def choose(
         context = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
         inner = {"ulysses": context, "hybrid": config.ulysses_degree}.get(config.strategy, 1)
         ring_ranks = context // inner
-    problem = AttentionProblem(
-        platform=device.platform,
-        compute_capability=getattr(device, "compute_capability", None),
-        dtype=jnp.dtype(dtype).name,
+    problem = problem_on(
+        mesh,
+        dtype,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         window=window,
@@ -174,9 +172,24 @@ def choose(
         and (not packed or ring_ranks == 1),
         deterministic=deterministic,
         num_elements=num_elements,
-        cudnn_version=cudnn.version_for(device),
     )
     return choose_kernel(config.kernel, problem)
+
+
+def problem_on(mesh: Mesh | None, dtype, **settings: Any) -> AttentionProblem:
+    """The problem on the first device of the mesh; None: `jax.devices()[0]`.
+
+    Args:
+      settings: the fields that do not depend on the device.
+    """
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return AttentionProblem(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=jnp.dtype(dtype).name,
+        cudnn_version=cudnn.version_for(device),
+        **settings,
+    )
 
 
 def make(

@@ -298,6 +298,16 @@ class ShardedQKV(NamedTuple):
     sinks_n: jax.Array | None = None
 
 
+def joined(k_bskH: jax.Array, v_bskV: jax.Array) -> jax.Array:
+    """Keys and values as one array, so that one collective moves both."""
+    return jnp.concatenate([k_bskH, v_bskV], axis=-1)
+
+
+def parted(kv: jax.Array, k_like: jax.Array) -> list[jax.Array]:
+    """The inverse of `joined`, with any numbers of sequences and tokens."""
+    return jnp.split(kv, [k_like.shape[-1]], axis=-1)
+
+
 def repeat_heads(x: jax.Array, num_ranks: int, axis: int = 2) -> jax.Array:
     """Repeats the heads of the dimension `axis` up to the number of ranks that split them, if there
     are fewer heads.

@@ -35,7 +35,7 @@ from jaxlc.attention.key_ranges import (
     seen_by_branches,
 )
 from jaxlc.attention.state_passing import predecessors
-from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, joined, parted
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import room_by_distance, room_per_chunk
 from jaxlc.sharding.mesh import Ranks
@@ -60,10 +60,8 @@ def _halo_backward(
     extend = functools.partial(
         _prepend_halo, halo_tokens=_halo_tokens(q.shape[1], spec, ranks), ranks=ranks
     )
-    (dkv,) = jax.linear_transpose(extend, kv_like)(
-        jnp.concatenate([dk, dv], axis=-1).astype(jnp.float32)
-    )
-    return _join_chunks(dq), dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
+    (dkv,) = jax.linear_transpose(extend, kv_like)(joined(dk, dv).astype(jnp.float32))
+    return _join_chunks(dq), *parted(dkv, k)
 
 
 _attend_in_zigzag_order = attention_vjp(_halo_forward, _halo_backward)
@@ -75,17 +73,12 @@ def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     """
     q, k, v, *_ = qkv
     halo_tokens = _halo_tokens(q.shape[1], spec, ranks)
-    kv = _prepend_halo(jnp.concatenate([k, v], axis=-1), halo_tokens, ranks)
+    kv = _prepend_halo(joined(k, v), halo_tokens, ranks)
     # Tied to the queries, see `attend_shard`.
     _, ranges = lax.optimization_barrier(
         (q, _implicit_ranges(*q.shape[:2], halo_tokens, spec, ranks))
     )
-    return (
-        _split_chunks(q),
-        kv[..., : k.shape[3]],
-        kv[..., k.shape[3] :],
-        KeyRanges(*map(_split_chunks, ranges)),
-    )
+    return _split_chunks(q), *parted(kv, k), KeyRanges(*map(_split_chunks, ranges))
 
 
 def _implicit_ranges(
@@ -244,12 +237,12 @@ def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, keys, _ = qkv
+    _, k, _, keys, _ = qkv
     dq, dk, dv = kernel.backward(*_operands(qkv, spec, ranks), spec, results)
     if ranks.size == 1:
         return dq, dk, dv
-    dkv = add_extended(jnp.concatenate([dk, dv], axis=-1).astype(jnp.float32), keys, spec, ranks)
-    return dq, dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
+    dkv = add_extended(joined(dk, dv).astype(jnp.float32), keys, spec, ranks)
+    return dq, *parted(dkv, k)
 
 
 _attend = attention_vjp(_forward, _backward)
@@ -266,8 +259,7 @@ def _operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     q, k, v, keys, _ = qkv
     if ranks.size == 1:
         return q, k, v, keys
-    kv = extend(jnp.concatenate([k, v], axis=-1), keys, spec, ranks)
-    return q, kv[..., : k.shape[3]], kv[..., k.shape[3] :], keys.ranges_bt
+    return q, *parted(extend(joined(k, v), keys, spec, ranks), k), keys.ranges_bt
 
 
 def _split(tokens: TokenInfo, chunks: int) -> list[TokenInfo]:

@@ -37,7 +37,7 @@ from jaxlc.models.contract import (
     Sequences,
     Tiles,
 )
-from jaxlc.models.layer_tiles import Mixing, add, at, put_at, tile_indices
+from jaxlc.models.layer_tiles import Mixing, add_of_tiles, tile_indices
 from jaxlc.models.rope import apply_rope, query_scale
 from jaxlc.sharding.rules import Sharder
 
@@ -98,12 +98,8 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         sharded = cls.sharded(on)
 
         def prepare(tokens: BatchTokens):
-            if tokens.segments_BT is None:  # the mask is implicit
-                return None
-            q_like = _abstract_queries(on, tokens.positions_BT.shape)
-            return sharded.prepare(
-                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BTD
-            )
+            # Without segments, the mask is implicit.
+            return None if tokens.segments_BT is None else _prepared(sharded, on, tokens)
 
         def attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
             return sharded(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
@@ -123,14 +119,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             deterministic=on.config.runtime.deterministic,
         )
 
-        def prepare(tokens: BatchTokens):
-            if tokens.segments_BT is None:
-                return tiled.prepare(tokens.positions_BT, None)
-            q_like = _abstract_queries(on, tokens.positions_BT.shape)
-            return tiled.prepare(
-                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BTD
-            )
-
+        prepare = functools.partial(_prepared, tiled, on)
         return Tiles(prepare, AttentionTiles(tiled))
 
     @classmethod
@@ -265,6 +254,16 @@ def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelecti
     )
 
 
+def _prepared(
+    attention: sharded_attention.ShardedAttention | TiledAttention,
+    on: KindOnMesh,
+    tokens: BatchTokens,
+) -> Any:
+    """The key ranges of a batch."""
+    q_like = _abstract_queries(on, tokens.positions_BT.shape)
+    return attention.prepare(tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BTD)
+
+
 def _abstract_queries(on: KindOnMesh, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """q_BTNH; `shape` is [B, T]."""
     return jax.ShapeDtypeStruct(
@@ -299,7 +298,6 @@ class AttentionTiles(NamedTuple):
         attention = self.attention
         tables = mixer.layer.tables
         shard = mixer.layer.shard
-        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt
 
         def keys_values(x_BtD, positions_Bt):
             def project(own, input_BtD):
@@ -307,7 +305,7 @@ class AttentionTiles(NamedTuple):
 
             return mixer.run(project, x_BtD)
 
-        kv = self._all(lambda *tile: keys_values(*tile)[0], tiles, ranges)
+        kv = self._all(lambda *tile: keys_values(*tile)[0], x_nBtD, positions_nBt, ranges)
 
         def run(x_BtD, positions_Bt, tile, of_tile, saved):
             def project(own, input_BtD):
@@ -329,24 +327,21 @@ class AttentionTiles(NamedTuple):
         def finish(gradients, dkv, _):
             dkv = attention.add_exchanged(dkv, ranges)
 
-            def tile_backward(carry, operands):
-                dx_nBtD, dweights = carry
-                tile, *own = operands
+            def tile_backward(tile, *own):
                 k_v, keys_values_vjp = keys_values(*own)
-                dk_dv = jax.tree.map(
-                    lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v
+                return keys_values_vjp(
+                    jax.tree.map(
+                        lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v
+                    )
                 )
-                dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
-                dx_nBtD = put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile)
-                return (dx_nBtD, add(dweights, dweights_tile)), None
 
-            return lax.scan(tile_backward, gradients, tiles)[0]
+            return add_of_tiles(tile_backward, gradients, x_nBtD, positions_nBt)[0]
 
         return Mixing(None, kv, run, finish)
 
-    def _all(self, keys_values: Callable, tiles: tuple, ranges: Any) -> jax.Array:
+    def _all(self, keys_values: Callable, x_nBtD, positions_nBt, ranges: Any) -> jax.Array:
         """K and V of all tokens, in the layout of the tile attention, after its exchange."""
-        attention, (_, x_nBtD, positions_nBt) = self.attention, tiles
+        attention = self.attention
         abstract_tile = jax.eval_shape(keys_values, x_nBtD[0], positions_nBt[0])
 
         def put(kv, operands):
