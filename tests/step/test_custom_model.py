@@ -89,7 +89,7 @@ def _reference(params, loss):
         losses = loss(logits_BTV.reshape(-1, VOCAB_SIZE), batch.targets.reshape(-1))
         return (losses * batch.loss_weights.reshape(-1)).sum()
 
-    return jax.value_and_grad(total)(params)
+    return jax.jit(jax.value_and_grad(total))(params)
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,18 @@ class _Sequences:
         return natural_rows()[i % self.num_sequences]
 
 
-@pytest.mark.parametrize("axes", [dict(), dict(data=2, context=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param({}, marks=pytest.mark.full), dict(data=2, context=2, tensor=2)],
+    ids=str,
+)
 def test_evaluator_returns_mean_loss_and_loss_by_position(axes):
     """Three sequences on two ranks: the fourth repeats the first one and does not count."""
     alone = small_step(small_config(train=dict(global_batch_size=4)))
     params = alone.init().params
     batch = make_batch(alone, natural_rows())
-    losses = np.asarray(alone.objective.token_losses(params, jax.tree.map(lambda x: x[0], batch)))
+    first_microbatch = jax.tree.map(lambda x: x[0], batch)
+    losses = np.asarray(jax.jit(alone.objective.token_losses)(params, first_microbatch))
     weights = np.asarray(batch.loss_weights)[0]
     losses, weights, positions = losses[:3], weights[:3], np.asarray(batch.positions)[0, :3]
     segments = np.asarray(batch.segment_ids)[0, :3]
