@@ -8,7 +8,6 @@ versions with the same seeds, and files of rollouts that exist are used.
 
 import asyncio
 import functools
-import hashlib
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.config import Config
 from jaxlc.config.models.config_json import family_of
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, local_path, write_errors_explained
+from jaxlc.core.files import displayed, file_fingerprint, local_path, write_errors_explained
 from jaxlc.generation.policy_rollouts import Records, RolloutMaker, prompts_of_step
 from jaxlc.hf.adapters import WEIGHTS_FILE, Params, write_adapters
 from jaxlc.hf.load import paths_of
@@ -110,8 +109,7 @@ class ServerRollouts(RolloutMaker):
                 " or use a different workdir"
             )
         # a server keeps the keys and values of a name that is loaded again: equal names have equal weights
-        digest = hashlib.sha256((adapter / WEIGHTS_FILE).read_bytes()).hexdigest()[:12]
-        name = f"{version}-{digest}"
+        name = f"{version}-{file_fingerprint(adapter / WEIGHTS_FILE)}"
         seed = seed_of(self._config, step, attempt)
         await self._server.load(name, adapter)
         sample = functools.partial(self._server.sample, name, adapter, seed)

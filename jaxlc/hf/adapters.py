@@ -316,7 +316,7 @@ def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, 
         # Released files of MiniMax-M2 have another name for routers; the alias is the name in
         # transformers.
         name = (layout.tensor.alias or layout.tensor).name
-        tensor = replace(layout.tensor, name=family.with_prefix(name, prefix))
+        tensor = layout.tensor._replace(name=family.with_prefix(name, prefix))
         named[path] = replace(layout, tensor=tensor)
     return named
 
