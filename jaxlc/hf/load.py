@@ -133,25 +133,21 @@ class Layout:
             yield slice(start + shift, stop + shift)
 
     def stored_slices(
-        self, slices: Sequence[slice], place: tuple[int, ...] = ()
+        self, slices: Sequence[slice], place: tuple[int, ...]
     ) -> list[tuple[slice, ...]]:
         """The parts of the stored tensor at a place in `stack_shape` that have these slices of the
         parameter, one after the other in the dimension of rows.
         """
-        expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
-        step = -1 if self.tensor.is_transposed else 1
-        return [(*expert, *part[::step]) for part in self._slices_of_part(slices)]
-
-    def _slices_of_part(self, slices: Sequence[slice]) -> list[tuple[slice, ...]]:
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return [(*slices[:-1], self.stored_columns(slices[-1]))]
-        rows = self.stored_rows(_flat_slice(slices[inputs:], self.shape[inputs:]))
-        if inputs == 0:
-            return [(x,) for x in rows]
-        columns = _flat_slice(slices[:inputs], self.shape[:inputs])
-        one = (slice(0, 1),) if self.tensor.is_convolution else ()
-        return [(x, *one, columns) for x in rows]
+            parts = [(*slices[:-1], self.stored_columns(slices[-1]))]
+        else:
+            rows = self.stored_rows(_flat_slice(slices[inputs:], self.shape[inputs:]))
+            one = (slice(0, 1),) if self.tensor.is_convolution else ()
+            columns = (_flat_slice(slices[:inputs], self.shape[:inputs]),) if inputs else ()
+            parts = [(x, *one, *columns) for x in rows]
+        expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
+        return [(*expert, *part[:: -1 if self.tensor.is_transposed else 1]) for part in parts]
 
     def stored_columns(self, columns: slice) -> slice:
         """The columns of the tensor that are these columns of the parameter."""
