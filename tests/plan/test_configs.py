@@ -17,9 +17,9 @@ pytestmark = [
 GOLDEN = Path(__file__).parents[1] / "goldens" / "plans.txt"
 
 
-# Both kernels, one and several NVLink domains, one device, state and activations in host memory,
-# tiles.
-_SAMPLE = ("64k:ring", "64k:h100", "256k:", "1m_1gpu:")
+# Ulysses, a ring on 64 GPUs, and one device with state and activations in host memory, and tiles. test_full_size.py has
+# a ring across NVLink domains.
+_SAMPLE = ("64k:h100", "256k:", "1m_1gpu:")
 
 
 @pytest.mark.parametrize(
