@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxlc.config import Config, MeshConfig, defaults, load
 from jaxlc.evals.document_loss import DocumentSums
 from jaxlc.generation.generator import BATCH_SPEC, TOKENS_SPEC, CachedStep
-from jaxlc.models.contract import CacheLayout, NewTokens
+from jaxlc.models.contract import CacheLayout, NewTokens, decode_tokens
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
@@ -160,7 +160,7 @@ def lowered_decoding(cached: CachedStep, params, layout: CacheLayout) -> jax.sta
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(cached.mesh, spec))
 
     new = NewTokens(numbers(BATCH_SPEC, 2), numbers(BATCH_SPEC, 2))
-    tokens = numbers(TOKENS_SPEC, 2, cached.decode_tokens)
+    tokens = numbers(TOKENS_SPEC, 2, decode_tokens(cached.mesh))
     return cached.jitted(layout).lower(params, cached.abstract_cache(layout, 2), tokens, new)
 
 
