@@ -268,6 +268,16 @@ def test_directory_with_the_splits_of_a_data_set_is_refused(tmp_path: Path):
     assert [*texts_of(saved).values()] == ["test"]
 
 
+def test_directory_with_shards_of_several_splits_is_refused(tmp_path: Path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(dict(text=name)) + "\n")
+    with pytest.raises(UserError, match=rf"name those to use, of {tmp_path}/test-\*, .*/train-\*$"):
+        list_files([str(tmp_path)])
+    assert len(list_files([f"{tmp_path}/train-*"]).files) == 2
+    (tmp_path / "test-00000-of-00001.jsonl").unlink()
+    assert len(list_files([str(tmp_path)]).files) == 2
+
+
 def test_eval_sources_of_chats_have_a_loss_on_answers_only(tmp_path: Path):
     chat = [dict(role="user", content="ask"), dict(role="assistant", content="answer")]
     (tmp_path / "chats.json").write_text(json.dumps([dict(messages=chat)] * 3))

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ _CODE_SUFFIXES = (
     ".scala", ".sh", ".sql", ".swift", ".tex", ".toml", ".ts", ".tsx", ".vue", ".yaml", ".yml", ".zig",
 )  # fmt: skip
 _SPLITS_FILE = "dataset_dict.json"  # of the package `datasets`, beside a directory for each split
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.")  # of a split, as data sets of the hub have them
 _CACHE_OF_DATASETS = "cache-"  # start of the names of files with results of the package `datasets`
 # not the standard library, and different on every machine
 _INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
@@ -156,10 +158,13 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     named_paths = []
     for directory, subdirectories, file_names in os.walk(root):
+        splits = {f"{shard[1]}-*" for name in file_names if (shard := _SHARD.match(name))}
         if _SPLITS_FILE in file_names:
-            splits = ", ".join(os.path.join(directory, name) for name in sorted(subdirectories))
+            splits = {*subdirectories}
+        if _SPLITS_FILE in file_names or "train-*" in splits and len(splits) > 1:
+            paths = ", ".join(os.path.join(directory, name) for name in sorted(splits))
             raise UserError(
-                f"{directory} has several splits of a data set: name those to use, of {splits}"
+                f"{directory} has several splits of a data set: name those to use, of {paths}"
             )
         subdirectories[:] = [
             name for name in subdirectories if not name.startswith(".") and name != "__pycache__"
