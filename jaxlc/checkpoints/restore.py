@@ -46,6 +46,8 @@ class RestoreTarget(NamedTuple):
     model: dict
     # required values of the settings that select the trained parameters, by their paths
     trained: dict = {}
+    # Settings that decide which arrays the state has, by their paths. They may differ where the arrays do not.
+    array_settings: dict = {}
     # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
     without_frozen: Any = None
 
@@ -75,8 +77,7 @@ def read_description(directory: Path, target: RestoreTarget):
     shape = _by_path(model)
     names = ("model.preset", "model.init_from")
     required = {path: value for path, value in shape.items() if path not in names} | target.trained
-    # A checkpoint without optimizer.name is older than the second optimizer.
-    settings = {"optimizer.name": "adamw"} | flattened(stored) | _by_path(stored["model"])
+    settings = flattened(stored) | _by_path(stored["model"])
     _check_same_settings(directory, settings, required)
     if BASE in meta:
         abstract_state = target.without_frozen
@@ -84,9 +85,13 @@ def read_description(directory: Path, target: RestoreTarget):
     if problem:
         return None, problem
     checksums, stored_shapes = described
-    padded = check_same_shapes(
-        directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"]
-    )
+    shapes = shapes_of(abstract_state)
+    try:
+        padded = check_same_shapes(directory, stored_shapes, shapes, model["vocab_size"])
+    except UserError:  # the name of a setting says more than that of an array
+        known = {path: value for path, value in target.array_settings.items() if path in settings}
+        _check_same_settings(directory, settings, known)
+        raise
     return Description(meta, abstract_state, checksums, padded), None
 
 

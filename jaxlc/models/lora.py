@@ -184,12 +184,11 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
 
 
 def trained_settings(config: Config) -> dict[str, Any]:
-    """The settings, by their paths, that must be equal when a run resumes: those of adapters,
-    frozen parameters and the optimizer.
+    """The settings, by their paths, that must be equal when a run resumes: they select
+    adapters and frozen parameters.
     """
     values = to_dict(config)
     paths = [f"lora.{name}" for name in values["lora"] if name != "init_from"] + [
-        "optimizer.name",
         "train.trainable",
         "train.frozen",
         "precision.frozen",

@@ -292,6 +292,10 @@ def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
         continued_by.abstract_state,
         to_dict(written_by)["model"],
         trained_settings(written_by),
+        {
+            "optimizer.name": written_by.optimizer.name,
+            "precision.compute": written_by.precision.compute,
+        },
         without_frozen(continued_by, continued_by.abstract_state),
     )
 

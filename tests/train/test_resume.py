@@ -226,6 +226,10 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
     [
         (dict(model__ffn_dim=128), "config.model.ffn_dim=64, and this config has 128"),
         (dict(optimizer__name="muon"), "config.optimizer.name=adamw, and this config has muon"),
+        (
+            dict(precision__compute="fp16"),
+            "config.precision.compute=auto, and this config has fp16",
+        ),
     ],
 )
 def test_run_with_checkpoint_of_other_settings_raises_before_it_compiles_or_writes(
