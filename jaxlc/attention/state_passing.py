@@ -275,7 +275,7 @@ def _empty(like: Affine) -> Affine:
 
 
 def where(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Selects between trees of arrays, whose first dimensions are those of `condition`."""
+    """Selects between trees of arrays, which start with the dimensions of `condition`."""
     return jax.tree.map(lambda x, y: jnp.where(like(condition, x), x, y), a, b)
 
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_sett
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.files import base_config, set_model
 from jaxlc.config.frozen import Stage
+from jaxlc.config.models.hub import DATASET_PREFIX
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.schema import AttentionConfig, MemoryConfig
 from jaxlc.config.settings import defaults, hint_at
@@ -347,8 +347,8 @@ class RecommendFlags(NodeFlags):
 
 
 def _recommend(command: ParsedCommand[RecommendFlags]) -> int:
-    """Prints a recommendation for each stage, and writes the config file if each has one. That of
-    `init` does not depend on the given config, unless that has stages.
+    """Prints a recommendation for each stage, and writes the config file if each has one. The file
+    of `init` does not depend on the given config, unless the config has stages.
     """
     start_seconds = time.monotonic()
     flags, stages, path = command.flags, command.stages, Path(command.flags.out)
@@ -418,9 +418,9 @@ def _note_missing(data: str) -> None:
     """
     from jaxlc.data.texts.sources import PHONE_BOOK, list_files
 
-    names = [x for x in data.split(",") if x not in ("", PHONE_BOOK)]
+    names = [x for x in data.split(",") if x not in ("", PHONE_BOOK) and "://" not in x]
     try:
-        list_files([x for x in names if not re.match(r"hub:|\w+://", x)], "--data")
+        list_files([x for x in names if not x.startswith(DATASET_PREFIX)], "--data")
     except UserError as error:
         log(f"warning: {error}")
 

@@ -137,7 +137,7 @@ class Collective(NamedTuple):
 def find_collectives(program: Program, execution_counts: Counter[str]) -> Iterator[Collective]:
     """All collectives that run at least once, computation by computation.
 
-    The bytes that a device sends are those of bandwidth-optimal algorithms (nccl-tests,
+    Bandwidth-optimal algorithms determine the bytes that a device sends (nccl-tests,
     doc/PERFORMANCE.md). With n devices, an all-gather sends the operand to n - 1 others; a
     reduce-scatter or an all-to-all keeps 1 / n of it; an all-reduce is a reduce-scatter and an
     all-gather.

@@ -29,11 +29,10 @@ from jaxlc.core.interrupts import in_thread
 from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.records import encoded_array
+from jaxlc.posttrain.records import FAILED, encoded_array
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt
 
-FAILED = "failed"  # the field of a record that is not trained on: why
 # (prompt, answer, record) and fields of `Answer` by name, or (group, record); see docs/post_training.md
 Reward = Callable[..., Any]
 _SETTING = "config.rollouts.reward"

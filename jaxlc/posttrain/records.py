@@ -75,9 +75,10 @@ from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
 
+FAILED = "failed"  # the field of a record that is not trained on: why
 FIELDS = (  # all that a record of traces may have
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "trajectory", "reward", "advantage",
-    "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step", "failed",
+    "label", "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step", FAILED,
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 TEACHER = ("teacher_tokens", "teacher_log_probs")
@@ -345,7 +346,7 @@ class TraceReader:
 
 def has_failed(record: Record) -> bool:
     """Whether an agent or a reward has failed, so that the record may have no tokens."""
-    return isinstance(record.values, dict) and bool(record.values.get("failed"))
+    return isinstance(record.values, dict) and bool(record.values.get(FAILED))
 
 
 def _values(record: Record) -> dict[str, Any]:

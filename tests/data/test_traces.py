@@ -564,6 +564,14 @@ def test_invalid_settings_raise(tmp_path, sections, message):
         opened(tmp_path, [answer([6])], **sections)
 
 
+@pytest.mark.parametrize(("loss", "compares"), [("grpo", True), ("reverse_kl", False)])
+def test_only_losses_that_compare_answers_need_two_of_them(tmp_path, loss, compares):
+    rollouts = dict(source="model", answers_per_prompt=1)  # without prompts, which is an error too
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, [], data=dict(traces=""), posttrain=dict(loss=loss), rollouts=rollouts)
+    assert ("answers_per_prompt=2 or more" in str(error.value)) is compares
+
+
 @pytest.mark.parametrize(
     "prefix_ids, message",
     [

@@ -180,9 +180,9 @@ def check_deterministic(device: jax.Device) -> None:
 class CallsByMask(KernelOfCalls):
     """A kernel whose calls for packed documents differ from those with an implicit mask.
 
-    Its functions are those of `contract.Kernel`. Key ranges are those of packed documents. With a causal spec, a query
-    at index t of k has the range [first, t + 1), where first is the index of its document's first query; otherwise all
-    queries of a document have the same range.
+    It implements `contract.Kernel`. Key ranges describe packed documents. With a causal spec, a query at index t of k
+    has the range [first, t + 1), where first is the index of its document's first query; otherwise all queries of a
+    document have the same range.
 
     The kernel has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals
     the ds of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to

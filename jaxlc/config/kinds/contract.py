@@ -95,16 +95,16 @@ class LayerTensor(NamedTuple):
 
     `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one
     for head_dim. So a linear weight is transposed, and reshaped to the dimensions of the parameter.
-    If several parameters of a layer have the same tensor, they are its rows, one after the other;
-    or those of each group of its rows (`Family.row_groups`).
+    If several parameters of a layer have the same tensor, they are its rows, one after the other,
+    in the whole tensor or in each group of its rows (`Family.row_groups`).
     """
 
     # "layers/attention/wq"; parameters under layers/ are stacked over the layers
     param: str
-    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
-    # the tensors of all experts, and the next fields describe that of one.
+    # "{layer}" stands for the index of a layer, and "{expert}" for the index of an expert: the parameter of a layer has
+    # the tensors of all experts, and the next fields describe the tensor of one expert.
     name: str
-    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
+    # Number of leading dimensions of the parameter, not counting layers, that are the inputs of an nn.Linear. 0:
     # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
     num_inputs: int | None = 0
     # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]

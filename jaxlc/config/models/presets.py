@@ -154,8 +154,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         rope_theta=1_000_000.0,
     ),
-    # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose
-    # numbers of layers and experts are those of gpt-oss-120b.
+    # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, which
+    # has the numbers of layers and experts of gpt-oss-120b.
     "gpt-oss-20b": dict(
         model_type="gpt_oss",
         vocab_size=201_088,
@@ -186,7 +186,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         ),
     ),
     # zai-org/GLM-4.7-Flash: the defaults of Glm4MoeLiteConfig in transformers 5.23; the base of RoPE
-    # is that of GLM 4.5.
+    # is the one of GLM 4.5.
     "glm-4.7-flash": dict(
         model_type="glm4_moe_lite",
         vocab_size=154_880,
@@ -224,7 +224,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         linear_attn_config=dict(kda_layers=[i for i in range(1, 27) if i % 4]),
     ),
     # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the
-    # base of RoPE is that of THUDM/slime, scripts/models.
+    # base of RoPE is from THUDM/slime, scripts/models.
     "qwen3.5-9b": dict(
         model_type="qwen3_5_text",
         vocab_size=248_320,
@@ -235,7 +235,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=10_000_000.0,
     ),
     # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23,
-    # whose docstring names this model; the base of RoPE is that of THUDM/slime,
+    # whose docstring names this model; the base of RoPE is from THUDM/slime,
     # scripts/models/qwen3.5-35B-A3B.sh.
     "qwen3.5-35b-a3b": dict(
         model_type="qwen3_5_moe_text",

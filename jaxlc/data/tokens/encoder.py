@@ -300,7 +300,7 @@ def tokenized_pieces(
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
-    contents = [piece.content for piece in batch]  # of one kind, that of their source
+    contents = [piece.content for piece in batch]  # all of the kind of their source
     if isinstance(contents[0], MarkedText):
         encoded = encoder.encode(contents)
         return [TokenizedPiece(piece, *x) for piece, x in zip(batch, encoded)]
