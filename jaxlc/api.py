@@ -299,21 +299,21 @@ def export(
         raise UserError("public has no effect without push_to_hub: set it to ORGANIZATION/NAME")
     if push_to_hub:
         hub.prepare_push(push_to_hub, public=public)
-    workdir = local_path(workdir)
-    out = local_path(out)
+    workdir = local_path(workdir).absolute()
+    target = local_path(out).absolute()
     start_runtime(RuntimeConfig(num_processes=1))
     step = existing_step(workdir / CHECKPOINTS_DIRECTORY, step)
     with progress_lines("exporting") as progress:
-        target = to_huggingface.export(
+        to_huggingface.export(
             workdir,
-            out,
+            target,
             step=step,
             dtype=dtype,
             max_shard_gb=max_shard_gb,
             adapters=adapters,
             text_only=text_only,
             base_model=base,
-            load_params=lambda step: load(workdir, step=step, mesh={}).params,
+            load_params=lambda: load(workdir, step=step, mesh={}).params,
             progress=progress,
         )
     if push_to_hub:

@@ -21,7 +21,6 @@ from jaxlc.checkpoints.files import (
     BASE,
     CHECKPOINTS_DIRECTORY,
     committed_steps,
-    existing_step,
     read_evaluations,
     read_meta,
 )
@@ -52,8 +51,8 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import ADAPTER_FILE, local_path, write_errors_explained
-from jaxlc.core.text import Update, no_progress, print_to_stderr
+from jaxlc.core.files import ADAPTER_FILE, groups_within, local_path, write_errors_explained
+from jaxlc.core.text import Update, print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import (
@@ -68,7 +67,6 @@ from jaxlc.hf.files import BLOCKS, SCALES, Nf4Tensor, TensorFiles, TensorWriter
 from jaxlc.hf.files import DTYPES as FILE_DTYPES
 from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, read_shard, shapes_of
 from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
-from jaxlc.step.state import groups_of
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -206,33 +204,37 @@ _ROUNDED["mxfp4"] = _ROUNDED["bf16"]
 
 
 def export(
-    workdir: str | Path,
-    out: str | Path,
+    workdir: Path,
+    target: Path,
     *,
-    step: int | None,
+    step: int,
     dtype: str,
     max_shard_gb: float,
     adapters: bool,
     text_only: bool,
     base_model: str,
-    load_params: Callable[[int], Any],
-    progress: Update = no_progress,
-) -> Path:
+    load_params: Callable[[], Any],
+    progress: Update,
+) -> None:
     """Writes a checkpoint; see `jaxlc.export`.
 
-    `load_params` returns all parameters of a step, for checkpoints without the frozen ones; `progress`
-    is called with the bytes of parameters done and in total.
+    Args:
+      workdir, target: absolute.
+      load_params: returns all parameters of the step, for checkpoints without the frozen ones.
+      progress: called with the bytes of parameters done and in total.
     """
-    workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
-    step = existing_step(directory, step)
     if dtype not in DTYPES:
         raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     meta = read_meta(directory, step)
     config = from_dict(meta["config"])
-    _check_base(base_model, config, adapters)
+    if base_model and (adapters or config.precision.frozen not in FORMATS):
+        raise UserError(
+            f"base={base_model!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 or"
+            " mxfp4 rounded in a merged export: remove it"
+        )
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
     size, record = config.model.vocab_size, None
@@ -245,8 +247,7 @@ def export(
         fields = {name: base[name] for name in _TOKENS if name in base}
         base = None
     content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | fields
-    load_all = (lambda: load_params(step)) if BASE in meta else None
-    params = StoredParams(workdir, step, config, load_all=load_all)
+    params = StoredParams(workdir, step, config, load_all=load_params if BASE in meta else None)
     family = family_of(base, config.model)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or export to a different directory")
@@ -279,7 +280,6 @@ def export(
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error
-    return target
 
 
 def write_model_card(target: Path, workdir: Path, step: int, title: str) -> None:
@@ -427,8 +427,12 @@ def _write_weights(
       in_mxfp4: paths of the matrices that are written as they are.
     """
     model = config.model
-    read_base = _matrices_of(base_model, config, family) if base_model else None
-    from_base = quantized_matrices(config.model, config) if read_base else {}
+    shapes = shapes_of(model)
+    from_base = {}
+    if base_model:
+        directory = find_directory(base_model, "--base", with_weights=True)
+        base_files, base_layouts = open_files(directory, family, model)
+        from_base = quantized_matrices(model, config)
     if config.precision.frozen in FORMATS:
         form = config.precision.frozen.upper()
         weights = f"weights of {base_model}" if base_model else f"dequantized {form} weights"
@@ -445,16 +449,17 @@ def _write_weights(
         for name, tensor in untrained_tensors(record):
             files.write_bytes(name, tensor.bytes)
         paths = list(layouts)
-        sizes = [x.size * x.dtype.itemsize for x in shapes_of(model).values()]
-        for group in groups_of(sizes):
+        sizes = [x.size * x.dtype.itemsize for x in shapes.values()]
+        for group in groups_within(sizes):
             progress(sum(sizes[: group[0]]), sum(sizes))
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 if path in in_mxfp4:
                     _write_mxfp4(files, layout, array)
                     continue
-                if read_base and path in from_base:
-                    array = read_base(path)
+                if path in from_base:
+                    index = tuple((0, size, 1) for size in shapes[path].shape)
+                    array = read_shard(base_files, base_layouts[path], index, shapes[path])
                 elif is_quantized(array):
                     array = np.asarray(array.dequantized())
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
@@ -489,32 +494,6 @@ def _write_mxfp4(files: TensorWriter, layout: Layout, experts: Mxfp4) -> None:
         blocks = codes.reshape(*scales.shape, MX_BLOCK // 2)
         files.write(name + BLOCKS, blocks, (slice(None), rows))
         files.write(name + SCALES, scales, (slice(None), rows))
-
-
-def _check_base(base: str, config: Config, adapters: bool) -> None:
-    if base and (adapters or config.precision.frozen not in FORMATS):
-        raise UserError(
-            f"base={base!r} has no effect, since it replaces the weights that config.precision.frozen=nf4 or mxfp4"
-            " rounded in a merged export: remove it"
-        )
-
-
-def _matrices_of(base: str, config: Config, family: Family) -> Callable[[str], np.ndarray]:
-    """Returns a function that reads a matrix, by its path in the parameter tree, from another model
-    with the layers of the run.
-
-    Raises:
-      UserError: there is no such model, or its tensors have other shapes.
-    """
-    directory = find_directory(base, "--base", with_weights=True)
-    files, layouts = open_files(directory, family, config.model)
-    params = shapes_of(config.model)
-
-    def read(path: str) -> np.ndarray:
-        index = tuple((0, size, 1) for size in params[path].shape)
-        return read_shard(files, layouts[path], index, params[path])
-
-    return read
 
 
 def _described(

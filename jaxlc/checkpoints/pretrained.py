@@ -33,13 +33,14 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import displayed, local_path
+from jaxlc.core.files import displayed, groups_within, local_path
+from jaxlc.core.text import count_text
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
-from jaxlc.hf.load import ROUNDED, left_out, load_params, open_files, paths_of
+from jaxlc.hf.load import ROUNDED, load_params, open_files, paths_of
 from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
-from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
+from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, to_memory_kind
 from jaxlc.step.step import TrainStep
 
 
@@ -130,11 +131,17 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
     family = None if source.is_run else family_of(source.config_json(), model)
     if family is None or not family.other_prefixes:
         return ""
-    tensors, text = left_out(source.directory, family, model)
+    stored = TensorFiles(source.directory).tensors
+    prefixes = family.prefixes_left_out(model)
+    tensors = {name: tensor for name, tensor in stored.items() if name.startswith(prefixes)}
+    counts = {prefix: sum(name.startswith(prefix) for name in tensors) for prefix in prefixes}
+    text = ", ".join(
+        f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count
+    )
     is_path = local_path(model.init_from).exists()
     record: dict[str, Any] = dict(
         source=str(source.directory.absolute()) if is_path else model.init_from,
-        prefix=family.prefix_of(TensorFiles(source.directory).tensors),
+        prefix=family.prefix_of(stored),
         tensors={name: _described(tensor) for name, tensor in tensors.items()},
     )
     record_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -304,7 +311,7 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
             checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size
         )
     converted: list[jax.Array] = []
-    for group in groups_of(map(bytes_per_device, stored)):
+    for group in groups_within(map(bytes_per_device, stored)):
         tree: dict = {}
         for index in group:
             lora.insert(tree, [key.key for key in paths[index]], stored[index])

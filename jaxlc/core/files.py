@@ -24,7 +24,7 @@ import tempfile
 import time
 import tokenize
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,6 +54,24 @@ def difference(stored: dict[str, Any], identity: dict[str, Any]) -> str:
     """The names and values of `identity` that the stored one does not have; empty: it has all."""
     names = [name for name in identity if stored.get(name) != identity[name]]
     return ", ".join(f"{name} {stored.get(name)!r} instead of {identity[name]!r}" for name in names)
+
+
+_GROUP_BYTES = 2**30  # arrays that are initialized, converted or read together
+
+
+def groups_within(sizes: Iterable[int], limit: int = _GROUP_BYTES) -> list[list[int]]:
+    """Indices of consecutive items with these sizes, which together have at most `limit`; a larger
+    one is alone.
+    """
+    groups = list[list[int]]()
+    filled = limit
+    for index, size in enumerate(sizes):
+        filled += size
+        if filled > limit:
+            groups.append([])
+            filled = size
+        groups[-1].append(index)
+    return groups
 
 
 MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much memory

@@ -21,13 +21,13 @@ float32 product of both, rounded to bfloat16:
                                                                 smaller; or one number if weight_block_size is null
 """
 
+import contextlib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import ml_dtypes
@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, quantization_of
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
-from jaxlc.core.files import file_inside, other_format, read_json_file
+from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file
 from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -503,7 +503,7 @@ def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     return whole
 
 
-class TensorWriter:
+class TensorWriter(contextlib.ExitStack):
     """A context manager that writes the tensors of a model to files of limited size, and their
     index.
     """
@@ -520,22 +520,26 @@ class TensorWriter:
           tensors: dtype, a key of DTYPES or of a header, and shape of all tensors, in their order in the files.
           max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
         """
+        super().__init__()
+        self.push(self._check_written)
         self._place: dict[str, tuple[IO[bytes], int, str, tuple[int, ...]]] = {}
         self._missing = {name: math.prod(shape) for name, (_, shape) in tensors.items()}  # values
-        self._files: list[IO[bytes]] = []
-        shards = _split(tensors, max_shard_bytes)
+        names = list(tensors)
+        sizes = [_num_bytes(shape, dtype) for dtype, shape in tensors.values()]
+        groups = groups_within(sizes, max_shard_bytes)
         file_of: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            file = (
-                SINGLE_FILE
-                if len(shards) == 1
-                else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            )
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            if len(groups) == 1:
+                file = SINGLE_FILE
+            shard = {names[index]: tensors[names[index]] for index in group}
             file_of |= dict.fromkeys(shard, file)
             self._create(directory / file, shard)
-        if len(shards) > 1:
-            total = sum(_num_bytes(shape, dtype) for dtype, shape in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        if len(groups) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes)},
+                "weight_map": dict(sorted(file_of.items())),
+            }
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, array: np.ndarray, region: tuple[slice, ...] = ()) -> None:
@@ -546,26 +550,21 @@ class TensorWriter:
         """
         file, offset_bytes, dtype_name, shape = self._place[name]
         dtype = _STORED_DTYPES[dtype_name]
-        ranges = [range(*piece.indices(size)) for piece, size in zip(region, shape)]
-        ranges += [range(size) for size in shape[len(region) :]]
-        region_shape = tuple(map(len, ranges))
-        assert (
-            array.size == math.prod(region_shape) and array.shape == region_shape[-array.ndim :]
-        ), (name, array.shape)
-        if _is_one_range(ranges, shape):
-            first = (
-                sum(part[0] * math.prod(shape[dim + 1 :]) for dim, part in enumerate(ranges))
-                if array.size
-                else 0
-            )
-            file.seek(offset_bytes + first * dtype.itemsize)
-            converted = np.ascontiguousarray(array, dtype)
-            file.write(memoryview(converted.reshape(-1).view(np.uint8)))
+        # Its memory is never touched: addresses in it are places in the stored tensor.
+        tensor = np.empty(shape, dtype)
+        target = tensor[*region, ...]
+        assert array.size == target.size and array.shape == target.shape[-array.ndim :], (
+            name,
+            array.shape,
+        )
+        if target.flags.c_contiguous:
+            file.seek(offset_bytes + target.ctypes.data - tensor.ctypes.data)
+            file.write(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
         else:
             file.flush()
-            tensor = np.memmap(file, dtype, "r+", offset_bytes, shape)
-            tensor[region] = array
-            tensor.flush()
+            stored = np.memmap(file, dtype, "r+", offset_bytes, shape)
+            stored[region] = array
+            stored.flush()
         self._missing[name] -= array.size
         if not self._missing[name]:
             del self._missing[name]
@@ -577,14 +576,7 @@ class TensorWriter:
         file.write(data)
         del self._missing[name]
 
-    def __enter__(self) -> "TensorWriter":
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.close()
+    def _check_written(self, error_type: type[BaseException] | None, *_: object) -> None:
         assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
 
     def _create(self, path: Path, shard: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -593,41 +585,10 @@ class TensorWriter:
         for name, (dtype, shape) in shard.items():
             start = end
             end += _num_bytes(shape, dtype)
-            header[name] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
+            header[name] = dict(dtype=dtype, shape=shape, data_offsets=(start, end))
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = path.open("w+b")  # closed in __exit__
+        file = self.enter_context(path.open("w+b"))
         file.write(len(text).to_bytes(8, "little") + text)
-        self._files.append(file)
-        for name, (dtype, shape) in shard.items():
-            start = header[name]["data_offsets"][0]
-            self._place[name] = file, 8 + len(text) + start, dtype, shape
-
-
-def _is_one_range(ranges: Sequence[range], shape: Sequence[int]) -> bool:
-    """Whether these values of a tensor are consecutive: dimensions after the first with several
-    values are whole.
-    """
-    first = next((dim for dim, part in enumerate(ranges) if len(part) > 1), len(ranges))
-    whole = all(len(part) == size for part, size in zip(ranges[first + 1 :], shape[first + 1 :]))
-    return whole and all(part.step == 1 for part in ranges)
-
-
-def _split(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
-) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-    """Consecutive tensors that fit into one file."""
-    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
-    filled_bytes = 0
-    for name, (dtype, shape) in tensors.items():
-        num_bytes = _num_bytes(shape, dtype)
-        if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            shards.append({})
-            filled_bytes = 0
-        shards[-1][name] = dtype, shape
-        filled_bytes += num_bytes
-    return shards
+        for name, place in shard.items():
+            self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0], *place

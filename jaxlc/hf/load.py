@@ -22,7 +22,6 @@ from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.text import count_text
 from jaxlc.hf.files import (
     DTYPES,
     JoinedTensor,
@@ -275,19 +274,6 @@ def open_files(
             layouts["embedding"] = layouts[_HEAD]
     _check(files, layouts)
     return files, layouts
-
-
-def left_out(
-    directory: Path, family: Family, model: ModelConfig
-) -> tuple[dict[str, StoredTensor], str]:
-    """The tensors in `directory` that `load_params` does not read, and a text such as "3 tensors mtp.*", or ""."""
-    prefixes = family.prefixes_left_out(model)
-    tensors = {x: y for x, y in TensorFiles(directory).tensors.items() if x.startswith(prefixes)}
-    counts = {prefix: sum(name.startswith(prefix) for name in tensors) for prefix in prefixes}
-    texts = [
-        f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count
-    ]
-    return tensors, ", ".join(texts)
 
 
 def shapes_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,7 +1,7 @@
 """The training state: the argument and result of a step, and the content of a checkpoint."""
 
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
+from jaxlc.core.files import groups_within
 from jaxlc.models import lora
 from jaxlc.sharding import rules
 from jaxlc.step.precision import Scaling, first_scaling
@@ -17,7 +18,6 @@ from jaxlc.step.precision import Scaling, first_scaling
 DEVICE = jax.memory.Space.Device
 HOST = jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
-_GROUP_BYTES = 2**30  # arrays that are initialized, converted or read together
 
 
 # from a PRNG key to the parameters of step 0, a pytree of arrays
@@ -77,7 +77,7 @@ def first_state(
         abstract = abstract._replace(params=None)
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
-    groups = groups_of(map(bytes_per_device, leaves)) if on_host else [range(len(leaves))]
+    groups = groups_within(map(bytes_per_device, leaves)) if on_host else [range(len(leaves))]
 
     def make(group) -> list[jax.Array]:
         def init_group(params):
@@ -96,21 +96,6 @@ def first_state(
 
     state = tree.unflatten([leaf for group in groups for leaf in make(group)])
     return state if params is None else state._replace(params=params)
-
-
-def groups_of(sizes: Iterable[int]) -> list[list[int]]:
-    """Indices of consecutive arrays with these bytes, which together take at most 1 GiB; a larger
-    one is alone.
-    """
-    groups = []
-    filled_bytes = _GROUP_BYTES
-    for index, num_bytes in enumerate(sizes):
-        filled_bytes += num_bytes
-        if filled_bytes > _GROUP_BYTES:
-            groups.append([])
-            filled_bytes = num_bytes
-        groups[-1].append(index)
-    return groups
 
 
 def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
