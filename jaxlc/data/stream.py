@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from jaxlc.data.sequences.packing import (
 from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
 from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
 from jaxlc.data.texts.sources import SourceFile, list_files
+from jaxlc.data.tokens.encoder import grouped
 from jaxlc.data.tokens.store import LEFTOVER_SECONDS, NoText
 
 _SUFFIXES = tuple(suffix for suffix in RECORD_SUFFIXES if suffix != MEGATRON_SUFFIX)
@@ -96,16 +98,6 @@ def _version(info: Mapping[str, Any]) -> str:
     return ", ".join([f"{info['size']} bytes", *known[:1]])
 
 
-def _spans(sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of groups of items, of at least the size `least` but for the last one."""
-    begin = size = 0
-    for end, item_size in enumerate(sizes, start=1):
-        size += item_size
-        if size >= least or end == len(sizes):
-            yield begin, end
-            begin, size = end, 0
-
-
 def _urls(name: str, setting: str) -> list[str]:
     """The files of a source. Local files are found as without a stream, and have their real paths."""
     import fsspec
@@ -136,7 +128,8 @@ def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
             with fs.open(path) as opened:
                 footer = parquet.read_metadata(opened)
             sizes = [footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)]
-            return [part(*span, sum(sizes[slice(*span)])) for span in _spans(sizes, chunk_bytes)]
+            groups = grouped(range(len(sizes)), sizes.__getitem__, chunk_bytes)
+            return [part(x[0], x[-1] + 1, sum(sizes[i] for i in x)) for x in groups]
     size = info["size"]
     num_parts = size // chunk_bytes + 1 if url.endswith(".jsonl") else 1
     bounds = [size * i // num_parts for i in range(num_parts + 1)]
@@ -366,7 +359,7 @@ class Stream(DataSource):
                 for number, cut_parts in enumerate(readers.map(cut, urls), start=1):
                     parts += cut_parts
                     update(number, len(urls))
-        spans = [*_spans([part.num_bytes for part in parts], chunk_bytes)]
+        chunks = [*grouped(parts, attrgetter("num_bytes"), chunk_bytes)]
         least_gib = _CHUNK_BYTES_PER_TOKEN * data.seq_len / _CHUNK_BYTES
         if data.stream_cache_gib < least_gib:
             opener.warnings.append(
@@ -382,14 +375,14 @@ class Stream(DataSource):
             "data.seed": data.seed,
             "data.stream_cache_gib": data.stream_cache_gib,
         }
-        order = epoch_order(len(spans), data.seed, 0)
+        order = epoch_order(len(chunks), data.seed, 0)
         size = gib(sum(part.num_bytes for part in parts))
         return cls(
             tokenizer=inputs.tokenizer,
-            train=ChunkedSequences(opener, source, [parts[slice(*spans[i])] for i in order]),
+            train=ChunkedSequences(opener, source, [chunks[i] for i in order]),
             heldout=heldout,
             fingerprint=fingerprint_of(identity),
-            description=f"stream of {len(urls):,} files, {size} GiB, in {len(spans):,} chunks",
+            description=f"stream of {len(urls):,} files, {size} GiB, in {len(chunks):,} chunks",
             warnings=tuple(opener.warnings),
             identity=identity,
         )

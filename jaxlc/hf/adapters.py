@@ -265,7 +265,9 @@ def base_note(config: Config) -> str:
     Shapes cannot tell, for instance, a model from its chat version. Directories may have moved, so
     only the last parts of names are compared.
     """
-    content = read_json(local_path(config.lora.init_from) / ADAPTER_FILE, "lora.init_from")
+    content = read_json(
+        local_path(config.lora.init_from) / ADAPTER_FILE, "use a different lora.init_from"
+    )
     base = content.get("base_model_name_or_path")
     model = config.model.init_from
     if not base or Path(base).name == Path(model).name:
@@ -289,7 +291,9 @@ def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layo
     directory = local_path(config.lora.init_from)
     base = locate(config.model.init_from)
     path = directory / ADAPTER_FILE
-    content = ReadFields(str(path), typed_fields(read_json(path, "lora.init_from"), str(path)))
+    content = ReadFields(
+        str(path), typed_fields(read_json(path, "use a different lora.init_from"), str(path))
+    )
     supported = dict(peft_type=("LORA",), bias=("none",), init_lora_weights=_SUPPORTED_INIT)
     supported |= dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))
     for name, values in supported.items():

@@ -1,6 +1,7 @@
 """Formats of records, token IDs, and bad records."""
 
 import dataclasses
+import gzip
 import json
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.texts.documents import Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
+from jaxlc.posttrain.traces import records_of
 
 TEXTS = ["first text", "née", "x" * 3000]
 
@@ -224,9 +226,22 @@ def test_csv_rows_are_records_and_rows_of_other_lengths_are_bad(tmp_path: Path):
         list_files([str(tmp_path)])
     path.write_text('text\n"open')
     with pytest.raises(
-        UserError, match=r"a\.csv' as CSV \(unexpected end of data\); fix it or remove"
+        UserError, match=r"cannot read .*a\.csv' \(unexpected end of data\); fix it or remove"
     ):
         texts_of(path)
+
+
+def test_file_of_traces_that_cannot_be_read_is_named(tmp_path: Path):
+    """Its errors are the same as in files of documents."""
+    write_megatron(tmp_path / "no_bin.idx", [[[1, 2]]])
+    (tmp_path / "no_bin.bin").unlink()
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": ""}\n' * 99)[:-12])
+    (tmp_path / "open.csv").write_text('prompt\n"open')
+    (tmp_path / "other.parquet").write_bytes(b"not parquet")
+    for path in tmp_path.iterdir():
+        cause = rf"cannot read '{path}' \(.*\); fix it or remove it from data.traces"
+        with pytest.raises(UserError, match=cause):
+            list(records_of(path))
 
 
 UTF16 = r"%s is UTF-16, and only UTF-8 is read: convert it"

@@ -75,7 +75,9 @@ def test_parallel_store_equals_serial_store(tmp_path: Path, small_shards, monkey
         len({*totals}) == 1 and list(done) == sorted(done) and 0 == done[0] < done[-1] <= totals[0]
     )
     parts = plan_shards(list_files([str(tmp_path / "files")]).files, 6000, 5000)
-    assert len(parts) >= 4 and any(part.is_inline for part in parts)
+    assert len(parts) >= 4 and any(
+        part[0].size_bytes > 5000 and not part[0].lines for part in parts
+    )
     assert not list((tmp_path / "parallel").glob("*.shards"))
     monkeypatch.setattr(shards, "MIN_BYTES", 10**9)
     assert_equal_stores(parallel, open_files(tmp_path, "serial", max_bad_records=2))
@@ -90,18 +92,21 @@ def test_parallel_store_equals_serial_store(tmp_path: Path, small_shards, monkey
 def test_shard_yields_its_size_while_it_is_tokenized(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(shards, "_SECONDS_BETWEEN_COUNTS", 0.0)
     write_files(tmp_path / "files")
-    files = list_files([str(tmp_path / "files" / "b*.txt")]).files
-    shard = shards.Shard(files=tuple(files), num_bytes=sum(file.size_bytes for file in files))
+    shard = list_files([str(tmp_path / "files" / "b*.txt")]).files
     paths = StorePaths.of(tmp_path, "shard")
     sizes = list(shards.tokenize_shard(shard, paths, TEXT, DataConfig()))
-    assert sizes == sorted(sizes) and len({*sizes}) == 3 and sizes[-1] == shard.num_bytes
+    assert (
+        sizes == sorted(sizes)
+        and len({*sizes}) == 3
+        and sizes[-1] == sum(file.size_bytes for file in shard)
+    )
     store = read_store(paths, load_tokenizer("bytes"))
     assert store.names == ("b1.txt", "b2.txt", "b3.txt")
 
 
 def test_shard_without_text_is_a_store(tmp_path: Path):
     (tmp_path / "empty.txt").touch()
-    shard = shards.Shard(files=tuple(list_files([str(tmp_path)]).files), num_bytes=0)
+    shard = list_files([str(tmp_path)]).files
     paths = StorePaths.of(tmp_path, "shard")
     assert list(shards.tokenize_shard(shard, paths, TEXT, DataConfig())) == [0]
     assert read_store(paths, load_tokenizer("bytes")).num_documents == 0
@@ -158,7 +163,7 @@ def test_parallel_store_of_chats_continues_after_a_kill(tmp_path: Path, small_sh
         results = run(function, calls, num_processes, **options)
         for number, value in filter(None, results):
             yield number, value
-            if value == calls[number][0].num_bytes:
+            if value == sum(file.size_bytes for file in calls[number][0]):
                 results.close()
                 raise KeyboardInterrupt
 
@@ -195,13 +200,13 @@ def test_plan_of_parts_covers_every_line_once(tmp_path: Path):
     write_files(tmp_path / "files")
     files = list_files([str(tmp_path / "files")]).files
     parts = plan_shards(files, 1000, 2000)
-    spans = [file.lines for part in parts for file in part.files if file.name == "a.jsonl"]
+    spans = [file.lines for part in parts for file in part if file.name == "a.jsonl"]
     content = (tmp_path / "files" / "a.jsonl").read_bytes()
     assert [begin for begin, _, _ in spans[1:]] == [end for _, end, _ in spans[:-1]]
     assert spans[0] == (0, spans[0][1], 1) and spans[-1][1] == len(content) and len(spans) > 3
     assert [content[:begin].count(b"\n") + 1 for begin, _, _ in spans] == [
         number for _, _, number in spans
     ]
-    assert [file.name for part in parts for file in part.files if not file.lines] == [
+    assert [file.name for part in parts for file in part if not file.lines] == [
         f.name for f in files[1:]
     ]

@@ -172,7 +172,7 @@ def test_split_hash_is_stable_and_uniform():
         (
             "a.parquet",
             b"not parquet",
-            r"cannot read .*a.parquet' as Parquet .*; fix it or remove it from data.sources",
+            r"cannot read .*a.parquet' \(Parquet .*; fix it or remove it from data.sources",
         ),
         ("a.bin", b"", r"contains no file with a supported suffix \(.txt"),
     ],

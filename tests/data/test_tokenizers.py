@@ -124,7 +124,8 @@ def test_tokenizer_end_token_of_tokenizer_config_is_used(tmp_path: Path, eos_tok
     for garbage in ("{", "[]"):
         (tmp_path / "tokenizer_config.json").write_text(garbage)
         with pytest.raises(
-            UserError, match=r"cannot read '.*tokenizer_config.json' \(.*\); download it again"
+            UserError,
+            match=r"tokenizer_config.json (contains|\().*; download it again or remove it",
         ):
             load_tokenizer(str(tmp_path))
 

@@ -94,7 +94,7 @@ def token_store() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         for number, text in enumerate(TEXTS):
             Path(directory, f"{number}.txt").write_text(text)
-        shard = store.Shard(files=tuple(list_files([directory]).files), num_bytes=1)
+        shard = list_files([directory]).files
         paths = store.StorePaths.of(Path(directory), "x")
         list(store.tokenize_shard(shard, paths, Fields(), DataConfig()))
         return {path.name: path.read_bytes() for path in paths if path.exists()}

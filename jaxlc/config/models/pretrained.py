@@ -28,7 +28,7 @@ from jaxlc.config.models.model_schema import (
 )
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core.errors import Unsupported, UserError, raise_all
+from jaxlc.core.errors import Unsupported, UserError, raise_all, reason_of
 from jaxlc.core.files import (
     ADAPTER_FILE,
     check_no_pointers,
@@ -288,18 +288,20 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     )
 
 
-def read_json(path: Path, setting: str = "model.init_from") -> dict[str, Any]:
-    """The object in a JSON file of the directory of a setting.
+def read_json(path: Path, advice: str = "use a different model.init_from") -> dict[str, Any]:
+    """The object in a JSON file of a model, a tokenizer, or adapters.
 
+    Args:
+      advice: the end of the error.
     Raises:
       UserError: it cannot be read.
     """
     try:
         content = read_json_file(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); use a different {setting}") from error
+        raise UserError(f"cannot read {path} ({reason_of(error)}); {advice}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} contains no JSON object; use a different {setting}")
+        raise UserError(f"{path} contains no JSON object; {advice}")
     return content
 
 

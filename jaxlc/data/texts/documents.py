@@ -17,7 +17,6 @@ trained on (`_UNSUPPORTED`) are refused.
 import codecs
 import contextlib
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +32,13 @@ from jaxlc.data.texts.records import (
     RECORD_SUFFIXES,
     BadRecord,
     Record,
-    check_encoding,
     field_of,
     kind_of,
     read_records,
+    reading,
     token_ids,
 )
-from jaxlc.data.texts.sources import SourceFile, unreadable
+from jaxlc.data.texts.sources import SourceFile
 
 ASSISTANT = "assistant"
 # Format -> the field of the chat, unless chat_field is set.
@@ -482,21 +481,17 @@ def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[D
     Raises:
       UserError: the file cannot be read or decoded, or it has more bad records than allowed.
     """
-    try:
-        if file.path.name.endswith(RECORD_SUFFIXES):
-            yield from _record_documents(file, fields, notes)
-        elif fields.tokens or fields.chat:
-            raise UserError(
-                f"{file.setting}: {str(file.path)!r} is text without fields, and the documents are in the field"
-                f" {fields.document!r}; remove it from {file.setting}"
-            )
-        else:
-            check_encoding(file.path)
-            with open(file.path, "rb") as opened:
-                if first := opened.read(_BLOCK_BYTES).removeprefix(codecs.BOM_UTF8):
-                    yield Document(name=file.name, blocks=_blocks(first, opened))
-    except (OSError, EOFError, zlib.error) as error:
-        raise unreadable(file.path, error, file.setting) from error
+    if file.path.name.endswith(RECORD_SUFFIXES):
+        yield from _record_documents(file, fields, notes)
+        return
+    if fields.tokens or fields.chat:
+        raise UserError(
+            f"{file.setting}: {str(file.path)!r} is text without fields, and the documents are in the field"
+            f" {fields.document!r}; remove it from {file.setting}"
+        )
+    with reading(file.path, file.setting), open(file.path, "rb") as opened:
+        if first := opened.read(_BLOCK_BYTES).removeprefix(codecs.BOM_UTF8):
+            yield Document(name=file.name, blocks=_blocks(first, opened))
 
 
 def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ import functools
 import gzip
 import io
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,27 +78,43 @@ def read_records(
     Raises:
       UserError: the file cannot be read, or has no such column.
     """
-    check_encoding(path)
-    items = _list_in(path) if path.name.endswith(ARRAY_SUFFIX) else None
-    if path.name.endswith(CSV_SUFFIX):
-        items = _csv_records(path, setting)
-    elif path.name.endswith(MEGATRON_SUFFIX):
-        items = _megatron_records(path)
-    elif not path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
-        needed = functools.partial(needed_columns, path, field, others, field_setting)
-        items = _column_records(path, needed, setting)
-    for number, values in _json_records(path, lines) if items is None else enumerate(items, 1):
-        where = f"{path}:{number}"
-        yield Record(where, number, _fields(values, where))
+    with reading(path, setting):
+        items = _list_in(path) if path.name.endswith(ARRAY_SUFFIX) else None
+        if path.name.endswith(CSV_SUFFIX):
+            items = _csv_records(path)
+        elif path.name.endswith(MEGATRON_SUFFIX):
+            items = _megatron_records(path)
+        elif not path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
+            needed = functools.partial(needed_columns, path, field, others, field_setting)
+            items = _column_records(path, needed, setting)
+        for number, values in _json_records(path, lines) if items is None else enumerate(items, 1):
+            where = f"{path}:{number}"
+            yield Record(where, number, _fields(values, where))
 
 
-def check_encoding(path: Path) -> None:
-    """Raises UserError for a file with the byte order mark of UTF-16 or UTF-32."""
-    with open(path, "rb") as file:
-        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise UserError(
-                f"{path} is UTF-16, and only UTF-8 is read: convert it, such as with `iconv -f UTF-16 -t UTF-8`"
-            )
+@contextmanager
+def reading(path: Path, setting: str) -> Iterator[None]:
+    """Raises errors of reading a file of data as UserErrors, and one for UTF-16.
+
+    Args:
+      setting: that lists the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(
+                    f"{path} is UTF-16, and only UTF-8 is read: convert it, such as with `iconv -f UTF-16 -t UTF-8`"
+                )
+        yield
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise unreadable(path, error, setting) from error
+
+
+def unreadable(path: Path, error: Exception, setting: str) -> UserError:
+    """The error for a file that cannot be read."""
+    return UserError(
+        f"cannot read {str(path)!r} ({reason_of(error)}); fix it or remove it from {setting}"
+    )
 
 
 def field_of(record: Record, field: str, field_setting: str) -> Any:
@@ -185,30 +202,25 @@ def _list_in(path: Path) -> list[Any] | None:
     return [items] if isinstance(_fields(items, ""), dict) else items
 
 
-def _csv_records(path: Path, setting: str) -> Iterator[dict[str, str] | BadRecord]:
+def _csv_records(path: Path) -> Iterator[dict[str, str] | BadRecord]:
     """The rows of a CSV file after its first one, which has the names of the fields."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    try:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            rows = csv.reader(lines, strict=True)
-            names = next(rows, [])
-            for row in rows:
-                if len(row) != len(names):
-                    if row:  # not an empty line
-                        yield BadRecord(
-                            f"{len(row)} values for the {len(names)} fields {names}; fix this row, or separate values"
-                            " with commas"
-                        )
-                    continue
-                try:
-                    "".join(row).encode()  # bytes that are not UTF-8 are surrogates
-                    yield dict(zip(names, row))
-                except UnicodeEncodeError:
-                    yield BadRecord("it is not UTF-8; convert the file, or remove this row")
-    except csv.Error as error:
-        raise UserError(
-            f"cannot read {str(path)!r} as CSV ({reason_of(error)}); fix it or remove it from {setting}"
-        ) from error
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        rows = csv.reader(lines, strict=True)
+        names = next(rows, [])
+        for row in rows:
+            if len(row) != len(names):
+                if row:  # not an empty line
+                    yield BadRecord(
+                        f"{len(row)} values for the {len(names)} fields {names}; fix this row, or separate values"
+                        " with commas"
+                    )
+                continue
+            try:
+                "".join(row).encode()  # bytes that are not UTF-8 are surrogates
+                yield dict(zip(names, row))
+            except UnicodeEncodeError:
+                yield BadRecord("it is not UTF-8; convert the file, or remove this row")
 
 
 @contextmanager
@@ -258,8 +270,7 @@ def _column_records(
     path: Path, needed: Callable[[list[str]], list[str]], setting: str
 ) -> Iterator[dict[str, Any] | BadRecord]:
     """The rows of a Parquet or Arrow file."""
-    kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
-    errors.require("pyarrow", f"the {kind} file {str(path)!r}")
+    errors.require("pyarrow", f"the file {str(path)!r}")
     import pyarrow
 
     try:
@@ -270,9 +281,7 @@ def _column_records(
                 except UnicodeDecodeError as error:
                     yield BadRecord(f"invalid text ({reason_of(error)}); fix or remove this row")
     except pyarrow.ArrowException as error:
-        raise UserError(
-            f"cannot read {str(path)!r} as {kind} ({reason_of(error)}); fix it or remove it from {setting}"
-        ) from error
+        raise unreadable(path, error, setting) from error
 
 
 def _value(scalar: Any) -> Any:

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from jaxlc.config.models import hub
 from jaxlc.config.schema import DataConfig
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path, replacing, write_errors_explained
-from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES
+from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES, unreadable
 
 PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -110,13 +110,6 @@ def split_hash(name: str) -> float:
     """
     return (
         int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:6]) / 2**48
-    )
-
-
-def unreadable(path: Path, error: Exception, setting: str) -> UserError:
-    """The error for a file that cannot be read."""
-    return UserError(
-        f"cannot read {str(path)!r} ({reason_of(error)}); fix it or remove it from {setting}"
     )
 
 

@@ -8,9 +8,10 @@ does not depend on their length.
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -284,7 +285,8 @@ def tokenized_pieces(
       UserError: as `read_documents`.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
-        batches = _batches(_pieces(files, fields, encoder, log))
+        pieces = _pieces(files, fields, encoder, log)
+        batches = grouped(pieces, operator.attrgetter("size"), _BATCH_CHARACTERS)
         tokenized = (executor.submit(_tokenized, batch, encoder) for batch in batches)
         for current, _following in itertools.pairwise(itertools.chain(tokenized, [None])):
             # Chats of which no token has a loss are bad records.
@@ -355,38 +357,37 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
             num_invalid -= block.count("\ufffd".encode())
             yield block
 
-    texts = tokenizer.pieces(counted_blocks())
-    text = next(texts)
+    texts = itertools.chain(tokenizer.pieces(counted_blocks()), [None])
     has_special = False
-    is_first = True
-    while text is not None:
-        following = next(texts, None)
+    for number, (text, following) in enumerate(itertools.pairwise(texts)):
         if not has_special and isinstance(text, str):
             has_special = encoder.note_text(text, document.name)
         if len(text) > _LONG_PIECE:
             log(_long_piece_warning(document.name, len(text), tokenizer))
         yield Piece(
-            text, document.name, is_last=following is None, is_first=is_first, num_bytes=num_bytes
+            text, document.name, is_last=following is None, is_first=not number, num_bytes=num_bytes
         )
-        text = following
-        is_first = False
     if num_invalid:
         encoder.notes.add(INVALID_DOCUMENTS, document.name)
         encoder.notes.add(INVALID_CHARACTERS, document.name, num_invalid)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    num_characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_characters += piece.size
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch = []
-            num_characters = 0
-    if batch:
-        yield batch
+T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Groups of consecutive items, of at least the size `least` together but for the last one."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield group
+            group = []
+            size = 0
+    if group:
+        yield group
 
 
 def _long_piece_warning(document: str, num_characters: int, tokenizer: Tokenizer) -> str:

@@ -26,12 +26,14 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import itertools
 import json
+import operator
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +53,14 @@ from jaxlc.data.texts.documents import (
 )
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile, split_hash
-from jaxlc.data.tokens.encoder import Encoder, Log, Piece, TokenizedPiece, tokenized_pieces
+from jaxlc.data.tokens.encoder import (
+    Encoder,
+    Log,
+    Piece,
+    TokenizedPiece,
+    grouped,
+    tokenized_pieces,
+)
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _HASHED_BYTES = 16 << 20  # of tokens, at a time
@@ -177,26 +186,40 @@ def write_store(
     """
     tokenizer = encoder.tokenizer
     notes = encoder.notes
-    ended_bytes = piece_bytes = 0
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    num_tokens = ended_bytes = piece_bytes = 0
+    offsets = array("q", [0])
     split_hashes = array("d")
     answers = array("q")
     names = list[str]()
+    content_hash = hashlib.sha256()
     with replacing(paths.tokens) as out, replacing(paths.bad_records) as notes.out:
-        tokens = TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
+        _write_header(out, dtype, 0)
         for piece, ids, spans in pieces:
             if spans is not None:
-                answers.frombytes((spans + tokens.num_tokens).tobytes())
-            tokens.add(ids)
+                answers.frombytes((spans + num_tokens).tobytes())
+            if piece.is_last:
+                ids = np.append(ids, tokenizer.end_of_document_id)
+            out.write(ids.astype(dtype).tobytes())
+            num_tokens += len(ids)
             piece_bytes += piece.size
             if piece.is_last:
-                tokens.end_document(piece.document, tokenizer.end_of_document_id)
+                num_bytes = (num_tokens - offsets[-1]) * dtype.itemsize
+                start = f"{piece.document}\0{num_bytes}\0"
+                content_hash.update(start.encode(errors="surrogateescape"))
+                # The hash starts with the length, which is known only now, so the tokens are read
+                # again.
+                out.seek(-num_bytes, os.SEEK_END)
+                while block := out.read(_HASHED_BYTES):
+                    content_hash.update(block)
+                offsets.append(num_tokens)
                 split_hashes.append(split_hash(piece.document))
                 if keeps_names:
                     names.append(piece.document)
                 ended_bytes += piece.num_bytes
                 piece_bytes = 0
             yield ended_bytes + piece_bytes
-        tokens.finish()
+        _write_header(out, dtype, num_tokens)
     if BAD_RECORDS not in notes.counts:
         paths.bad_records.unlink()
     optional = {"names": json.dumps(names)} if keeps_names else {}
@@ -205,47 +228,12 @@ def write_store(
     with replacing(paths.index) as out:
         np.savez(
             out,
-            offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
+            offsets=np.array(offsets),
             split_hashes=np.array(split_hashes),
-            fingerprint=tokens.content_hash.hexdigest(),
+            fingerprint=content_hash.hexdigest(),
             notes=json.dumps(notes.counts),
             **optional,
         )
-
-
-class TokenWriter:
-    """Writes a .npy file of tokens, and hashes the documents in it."""
-
-    def __init__(self, out: BinaryIO, dtype: np.dtype):
-        self.lengths = array("q")  # tokens of each document
-        self.content_hash = hashlib.sha256()
-        self.num_tokens = 0  # tokens of all documents
-        self._out = out
-        self._dtype = dtype
-        self._document_bytes = 0  # bytes of the current document
-        _write_header(out, dtype, 0)
-
-    def add(self, ids: np.ndarray) -> None:
-        """Adds tokens to the current document."""
-        stored = ids.astype(self._dtype).tobytes()
-        self._out.write(stored)
-        self.num_tokens += len(ids)
-        self._document_bytes += len(stored)
-
-    def end_document(self, name: str, end_id: int) -> None:
-        self.add(np.array([end_id]))
-        # The hash starts with the length, which is known only now, so the tokens are read again.
-        self.content_hash.update(
-            f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape")
-        )
-        self._out.seek(-self._document_bytes, os.SEEK_END)
-        while block := self._out.read(_HASHED_BYTES):
-            self.content_hash.update(block)
-        self.lengths.append(self._document_bytes // self._dtype.itemsize)
-        self._document_bytes = 0
-
-    def finish(self) -> None:
-        _write_header(self._out, self._dtype, self.num_tokens)
 
 
 def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:
@@ -267,41 +255,28 @@ _SECONDS_BETWEEN_COUNTS = 1.0
 _MAX_BATCH_SECONDS = 600.0
 
 
-class Shard(NamedTuple):
-    files: tuple[SourceFile, ...]
-    num_bytes: int
-    is_inline: bool = False  # tokenized by the process that writes the store of the corpus
-
-
-def plan_shards(files: Sequence[SourceFile], shard_bytes: int, max_shard_bytes: int) -> list[Shard]:
+def plan_shards(
+    files: Sequence[SourceFile], shard_bytes: int, max_shard_bytes: int
+) -> list[list[SourceFile]]:
     """Cuts files into shards of about `shard_bytes`, in order. Files above `max_shard_bytes` that
     cannot be cut are shards of their own."""
-    shards: list[Shard] = []
-    pending: list[SourceFile] = []
-
-    def end_shard() -> None:
-        if pending:
-            shards.append(Shard(files=tuple(pending), num_bytes=_size_of(pending)))
-            pending.clear()
-
-    for file in files:
-        if file.size_bytes <= max_shard_bytes:
-            pending.append(file)
-            if _size_of(pending) >= shard_bytes:
-                end_shard()
+    shards: list[list[SourceFile]] = []
+    for is_large, run in itertools.groupby(files, lambda x: x.size_bytes > max_shard_bytes):
+        if not is_large:
+            shards += grouped(run, operator.attrgetter("size_bytes"), shard_bytes)
             continue
-        end_shard()
-        if file.path.name.endswith(".jsonl"):
-            for begin, end, number in _line_spans(file.path, shard_bytes):
-                part = file._replace(lines=(begin, end, number))
-                shards.append(Shard(files=(part,), num_bytes=end - begin))
-        else:
-            shards.append(Shard(files=(file,), num_bytes=file.size_bytes, is_inline=True))
-    end_shard()
+        for file in run:
+            parts = [file]
+            if file.path.name.endswith(".jsonl"):
+                parts = [
+                    file._replace(lines=span, size_bytes=span[1] - span[0])
+                    for span in _line_spans(file.path, shard_bytes)
+                ]
+            shards += [[part] for part in parts]
     return shards
 
 
-def _size_of(files: Sequence[SourceFile]) -> int:
+def _size_of(files: Iterable[SourceFile]) -> int:
     return sum(file.size_bytes for file in files)
 
 
@@ -340,15 +315,15 @@ def sharded_pieces(
     directory.mkdir(exist_ok=True)
     shards = plan_shards(files, _SHARD_BYTES, _MAX_SHARD_BYTES)
     paths = [StorePaths.of(directory, f"{number:06d}") for number in range(len(shards))]
-    is_complete = [
-        not shard.is_inline and read_store(path, encoder.tokenizer) is not None
-        for shard, path in zip(shards, paths)
-    ]
+    is_complete = [read_store(path, encoder.tokenizer) is not None for path in paths]
     if any(is_complete):
         log(f"continuing to tokenize: {sum(is_complete):,} of {len(shards):,} parts are complete")
-    waiting = [n for n, shard in enumerate(shards) if not shard.is_inline and not is_complete[n]]
-    done_bytes = [shard.num_bytes * done for shard, done in zip(shards, is_complete)]
-    total_bytes = sum(shard.num_bytes for shard in shards)
+    sizes = [_size_of(shard) for shard in shards]
+    # Tokenized by this process.
+    is_inline = [x[0].size_bytes > _MAX_SHARD_BYTES and not x[0].lines for x in shards]
+    waiting = [n for n in range(len(shards)) if not (is_inline[n] or is_complete[n])]
+    done_bytes = [size * done for size, done in zip(sizes, is_complete)]
+    total_bytes = sum(sizes)
     progress(sum(done_bytes), total_bytes)
     results = processes.run(
         tokenize_shard,
@@ -359,9 +334,9 @@ def sharded_pieces(
     )
     with contextlib.closing(results):
         for number, shard in enumerate(shards):
-            if shard.is_inline:
-                yield from tokenized_pieces(shard.files, fields, encoder, log)
-                done_bytes[number] = shard.num_bytes
+            if is_inline[number]:
+                yield from tokenized_pieces(shard, fields, encoder, log)
+                done_bytes[number] = sizes[number]
                 continue
             while not paths[number].index.exists():
                 if result := next(results, None):
@@ -372,7 +347,7 @@ def sharded_pieces(
                         raise UserError(
                             f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}"
                         )
-                    done_bytes[waiting[call]] = min(value, shards[waiting[call]].num_bytes)
+                    done_bytes[waiting[call]] = min(value, sizes[waiting[call]])
                     progress(sum(done_bytes), total_bytes)
             store = read_store(paths[number], encoder.tokenizer)
             assert store is not None, f"{paths[number].index} was just written"
@@ -398,7 +373,7 @@ def _stored_pieces(store: TokenStore) -> Iterator[TokenizedPiece]:
 
 
 def tokenize_shard(
-    shard: Shard, paths: StorePaths, fields: Fields, config: DataConfig
+    shard: Sequence[SourceFile], paths: StorePaths, fields: Fields, config: DataConfig
 ) -> Iterator[int]:
     """Writes the store of a shard, in a process of its own; yields the amount of text so far about
     once a second.
@@ -410,7 +385,7 @@ def tokenize_shard(
       UserError: as `tokenized_pieces`.
     """
     encoder = Encoder(tokenizer_of(config), config.chat_template, Notes(config.max_bad_records))
-    pieces = tokenized_pieces(shard.files, fields, encoder, lambda line: None)
+    pieces = tokenized_pieces(shard, fields, encoder, lambda line: None)
     faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
     due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
     for num_bytes in write_store(paths, pieces, encoder, keeps_names=True):
@@ -419,7 +394,7 @@ def tokenize_shard(
             faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
             due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
     faulthandler.cancel_dump_traceback_later()
-    yield shard.num_bytes
+    yield _size_of(shard)
 
 
 # increment it when the stored content changes; files of an older format are then ignored
@@ -500,7 +475,7 @@ def _tokenize(
     log: Log,
 ) -> None:
     """Writes the store of a corpus; by several processes if it is large."""
-    total_bytes = sum(file.size_bytes for file in files)
+    total_bytes = _size_of(files)
     is_large = total_bytes >= MIN_BYTES
     if is_large:
         pieces = sharded_pieces(paths.shards, files, fields, encoder, config, log, progress)

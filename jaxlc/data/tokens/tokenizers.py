@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config.models import hub
-from jaxlc.config.models.pretrained import TOKENIZER_FILE
+from jaxlc.config.models.pretrained import TOKENIZER_FILE, read_json
 from jaxlc.config.schema import DataConfig
 from jaxlc.config.values import invalid_value
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_json_file, read_limited
+from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited
 from jaxlc.core.text import nearest_name
 
 _PIECE_CHARACTERS = 1 << 16
@@ -519,15 +519,7 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
       UserError: it cannot be read, or is no JSON object.
     """
     path = directory / "tokenizer_config.json"
-    try:
-        content = read_json_file(path) if path.exists() else {}
-        problem = "" if isinstance(content, dict) else "it is no JSON object"
-    except (OSError, ValueError) as error:
-        content = {}
-        problem = reason_of(error)
-    if problem:
-        raise UserError(f"cannot read {str(path)!r} ({problem}); download it again or remove it")
-    return content
+    return read_json(path, "download it again or remove it") if path.exists() else {}
 
 
 def named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
