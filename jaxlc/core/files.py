@@ -24,7 +24,7 @@ import tempfile
 import time
 import tokenize
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -123,16 +123,30 @@ def parse_json(text: bytes | str) -> Any:
     """The value of a JSON text, with U+FFFD for lone surrogates, which UTF-8 cannot encode.
 
     Raises:
-      ValueError: it is not JSON, is nested too deeply, or is not UTF-8.
+      ValueError: it is not JSON, is nested too deeply, or is not UTF-8; or an object has a field twice.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
         has_surrogates = (
             _ESCAPE.search(text) if isinstance(text, str) else _ESCAPE_BYTES.search(text)
         )
         return valid_unicode(value) if has_surrogates else value
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        check_unique([name for name, _ in pairs])
+    return value
+
+
+def check_unique(names: Sequence[str]) -> None:
+    """Raises ValueError if the name of a field occurs twice, since its value is not known then."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the field {name!r} occurs twice; rename one of them")
 
 
 def valid_unicode(value: Any) -> Any:

@@ -258,6 +258,8 @@ UTF16 = r"%s is UTF-16, and only UTF-8 is read: convert it"
         ("a.csv", "text\nn\u00e9e\n".encode("latin-1"), "%s:1: it is not UTF-8; convert the file"),
         ("a.csv", b"id\ttext\n1\ta, b\n", r"%s:1: 2 values for the 1 fields \['id\\ttext'\]; fix"),
         ("a.jsonl", b'[{"text": "text"}]', "%s:1: .* not a list; .*change the suffix to .json if"),
+        ("a.csv", b"id,text,id\n1,a,2\n", "%s: the field 'id' occurs twice; rename"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}', r"%s:1: invalid JSON \(the field 'text' occurs twice"),
         ("a.json", b'{\n"text": "text"}', r"%s:1: invalid JSON \(.*\); expected a list of records, or"),
     ],
 )  # fmt: skip
@@ -269,6 +271,15 @@ def test_encoding_or_form_of_another_program_is_read_or_named(tmp_path, name, co
         return
     with pytest.raises(UserError, match=message % path):
         texts_of(path)
+
+
+def test_column_of_which_a_file_has_two_is_refused_if_it_is_read(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    columns = pyarrow.table([["a"], [1], [2]], names=["text", "id", "id"])
+    pyarrow.parquet.write_table(columns, path)
+    assert [*texts_of(path).values()] == ["a"]
+    with pytest.raises(UserError, match=rf"{path}: the field 'id' occurs twice"):
+        texts_of(path, "id")
 
 
 def test_directory_with_the_splits_of_a_data_set_is_refused(tmp_path: Path):

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import parse_json, read_limited
+from jaxlc.core.files import check_unique, parse_json, read_limited
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
@@ -208,6 +208,7 @@ def _csv_records(path: Path) -> Iterator[dict[str, str] | BadRecord]:
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         rows = csv.reader(lines, strict=True)
         names = next(rows, [])
+        _check_unique(path, names)
         for row in rows:
             if len(row) != len(names):
                 if row:  # not an empty line
@@ -350,14 +351,20 @@ def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[A
 def needed_columns(
     path: Path, field: str, others: Sequence[str] | None, field_setting: str, columns: list[str]
 ) -> list[str]:
-    if others is None:
-        return columns
-    if not field:
-        return [name for name in others if name in columns]
     column = field if field in columns else field.partition(".")[0]
-    if column not in columns:
+    if field and column not in columns:
         raise UserError(_missing(str(path), field, columns, field_setting))
-    return [column, *(name for name in others if name in columns and name != column)]
+    names = dict.fromkeys([column, *(columns if others is None else others)])
+    needed = [name for name in names if name in columns]
+    _check_unique(path, [name for name in columns if name in needed])
+    return needed
+
+
+def _check_unique(path: Path, names: Sequence[str]) -> None:
+    try:
+        check_unique(names)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
