@@ -39,7 +39,8 @@ class StandIn(ThreadingHTTPServer):
     returns_token_ids = True  # False: an old version
     delay_seconds = 0.0
     byte_seconds = 0.0  # between the bytes of an answer
-    num_errors = 0  # answers with status 503 before others
+    num_errors = 0  # answers with `error_status` before others
+    error_status = 503
     locked = ""  # a path that needs an API key
     answer: Answer | None = None
     max_logprobs = 20  # --max-logprobs
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         server.log.append((self.path, body))
         if server.num_errors:
             server.num_errors -= 1
-            self._send(503, dict(error=dict(message="overloaded")))
+            self._send(server.error_status, dict(error=dict(message="overloaded")))
         elif self.path == server.locked:
             self._send(401, dict(error="Unauthorized"))
         elif self.path == "/tokenize":

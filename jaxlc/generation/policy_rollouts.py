@@ -78,7 +78,9 @@ class RolloutMaker(ABC):
         def means() -> dict[str, float]:
             write_rewarded(records, self._config, path)
             rewarded = [record for record in records if FAILED not in record]
-            rewards = [record["reward"] for record in rewarded]
+            # an answer has a record for each of its contexts
+            by_answer = {(x["group"], x["trajectory"]): x["reward"] for x in rewarded}
+            rewards = [*by_answer.values()]
             return dict(
                 mean=float(np.mean(rewards)),
                 deviation=float(np.std(rewards)),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.policy_rollouts import _Rounds
+from jaxlc.generation.policy_rollouts import PolicyRollouts, _Rounds
 from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, in_background, write_rewarded
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt, open_traces
@@ -58,6 +59,16 @@ def rollouts_of(agents: Agents, sampler: Scripted, numbers=(0,)) -> list[dict]:
     sampler.encoder = agents.encoder
     sampler.num_agents = 2 * len(numbers)
     return asyncio.run(agents.rollouts(numbers, 5, 4, sampler.sample, sampler.ended.append))
+
+
+def test_heldout_reward_counts_an_answer_once_however_many_contexts_it_has(tmp_path, monkeypatch):
+    contexts = dict(loss_mask=[0, 1], truncated=False, group="1-0")
+    records = [contexts | dict(trajectory=name, reward=float(name)) for name in "110"]
+    monkeypatch.setattr(PolicyRollouts, "_answers", lambda *args: records)
+    maker = object.__new__(PolicyRollouts)
+    maker._config, maker._prompts = mini(), ()
+    maker._source = SimpleNamespace(prompts=())
+    assert maker.heldout({}, 1, tmp_path / "1.heldout.jsonl")["mean"] == 0.5
 
 
 def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):

@@ -227,6 +227,8 @@ def test_adapter_is_loaded_again_after_a_restart_of_the_server(standin, tmp_path
     standin.adapters.clear()
     standin.num_errors = 2  # while it starts
     again = asyncio.run(server.sample(*request, 1))
+    standin.error_status = 429  # of a proxy with a limit
+    standin.num_errors = 1
     other = asyncio.run(server.sample(*request, 2))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
     assert first.log_probs.dtype == np.float32 and len(first.log_probs) == len(first.tokens)
