@@ -59,8 +59,9 @@ _UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
-_RECURRENCE_KERNELS = ("delta_factors", "delta_factors_gradient", "delta_scan")
-_NUM_OPERANDS = 7  # of delta_factors, before the gradients
+_RECURRENCE_KERNELS = (
+    "delta_factors", "delta_factors_gradient", "delta_scan", "delta_scan_gradient",
+)  # fmt: skip
 MOSAIC = "mosaic_gpu"  # with a version number
 ALLOCATE_BUFFER = "AllocateBuffer"
 
@@ -145,20 +146,22 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
     if kernel is None:
         return
     operands = [x.arrays[0] for x in computation.operands(call)]
-    if kernel == "delta_scan":
-        *chunks, key_dim, columns = call.arrays[1].dims
-        yield Product("bf16", key_dim, columns, key_dim, math.prod(chunks))
-        return
     is_forward = kernel == "delta_factors"
-    q, *_, added = call.arrays if is_forward else operands[_NUM_OPERANDS:]
-    *chunks, C, key_dim = q.dims
-    columns = key_dim + added.dims[-1]
-    inverse = 2 * (C.bit_length() - 2) * C
-    # products of [C, C] and [C, columns], and of [C, K] and [K, columns], in units of the former
-    narrow = 2 * key_dim + columns + key_dim * columns // C
-    exact = inverse + columns
-    # the gradient computes the forward again, and two products for each of it
-    batch = math.prod(chunks) * (1 if is_forward else 3)
+    # w [B, L, H, K], an array [B, L, H, C], and one [..., M] of states or outputs
+    w, square, *_ = call.arrays if is_forward else operands
+    *tokens, key_dim = w.dims
+    C, num_columns = square.dims[-1], operands[-1].dims[-1]
+    # products [C, K] [K, M], in units of products of [C, C] and [C, columns]
+    of_states = key_dim * num_columns // C
+    narrow, exact = num_columns + 3 * of_states, 0
+    if kernel.startswith("delta_factors"):
+        values = operands[2] if is_forward else call.arrays[2]
+        solved = key_dim + values.dims[-1]
+        inverse = 2 * (C.bit_length() - 2) * C
+        narrow, exact = 2 * key_dim, inverse + solved
+        if not is_forward:
+            narrow, exact = 5 * key_dim + num_columns + 4 * of_states, 2 * solved + key_dim
+    batch = math.prod(tokens) // C
     yield Product("bf16", C, C, narrow, batch)
     yield Product("f32", C, C, exact, batch)
 

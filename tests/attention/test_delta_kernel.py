@@ -122,8 +122,8 @@ def test_start_check_reports_a_wrong_kernel(monkeypatch):
     sizes = dict(key_dim=16, value_dim=16, dtype=jnp.float32)
     device = jax.devices()[0]
     assert "pallas for the delta rule: relative error" in sharded_rule.check_kernel(device, **sizes)
-    scan = kernel.scan
-    monkeypatch.setattr(kernel, "scan", lambda first, *others: scan(0 * first, *others))
+    run = kernel.outputs
+    monkeypatch.setattr(kernel, "outputs", lambda first, *others: run(0 * first, *others))
     with pytest.raises(UserError, match=r"are wrong on .* set --config.runtime.delta_kernel=xla"):
         sharded_rule.check_kernel(device, **sizes)
 
@@ -208,11 +208,11 @@ def _figures(uses_kernel: bool, num_tokens: int) -> tuple[int, int, int]:
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
-def test_kernels_need_a_third_of_the_launches_and_bytes(monkeypatch):
+def test_kernels_need_a_fifth_of_the_launches_and_bytes(monkeypatch):
     monkeypatch.undo()
     launches, num_bytes, _ = zip(*(_figures(x, 4096) for x in (True, False)))
-    assert 3 * launches[0] < launches[1]
-    assert 3 * num_bytes[0] < num_bytes[1]
+    assert 5 * launches[0] < launches[1]
+    assert 5 * num_bytes[0] < num_bytes[1]
 
 
 if __name__ == "__main__":  # benchmarks/2026-11-29-delta-kernel.md

@@ -145,7 +145,6 @@ class _Chunks(NamedTuple):
     decay: jax.Array
     correction: jax.Array | None  # [..., K, K]
     added: jax.Array  # [..., K, V]
-    from_kernel: bool = False  # a kernel computed them, and computes the recurrence
 
 
 def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
@@ -154,22 +153,36 @@ def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
 
     See `Affine`; M has a row for each state if nothing is corrected, and for each channel otherwise.
     """
-    chunks = _chunks(tokens, rule)
     dtype = tokens.q_BLGK.dtype
+    if _has_kernel(tokens, rule):
+        num_sequences, _, num_heads, value_dim = tokens.v_BLHV.shape
+        shape = num_sequences, num_heads, tokens.q_BLGK.shape[-1], value_dim
+        own, out = _kernel_outputs(tokens, _identity(jnp.zeros(shape, jnp.float32)), rule)
+        out = out.reshape(num_sequences, -1, CHUNK_TOKENS, *out.shape[2:]).swapaxes(2, 3)
+        return _map_of(own), out
+    chunks = _chunks(tokens, rule)
     no_state = jnp.zeros_like(chunks.added[0])
     if chunks.correction is not None:
-        key_dim = no_state.shape[-2]
-        eye = jnp.eye(key_dim, dtype=no_state.dtype)
-        eye = jnp.broadcast_to(eye, (*no_state.shape[:-2], *eye.shape))
-        columns, entering = _states(jnp.concatenate([eye, no_state], axis=-1), chunks, dtype)
-        own = Affine(columns[..., :key_dim], columns[..., key_dim:])
-        return own, _outputs(chunks, entering, dtype)
+        columns, entering = _states(_identity(no_state), chunks, dtype)
+        return _map_of(columns), _outputs(chunks, entering, dtype)
     total, before = _decays(chunks)
     U, entering = _states(no_state, chunks, dtype)
     by_state = chunks.q.reshape(*chunks.q.shape[:-1], before.shape[-1], -1)
     q = product("nbhcik,nbhij->nbhcjk", by_state, before).reshape(chunks.q.shape).astype(dtype)
     out = _outputs(chunks, entering, dtype)
     return Affine(total, U), jnp.concatenate([q.swapaxes(0, 1), out], axis=-1)
+
+
+def _identity(no_state: jax.Array) -> jax.Array:
+    """The map of states that changes nothing, [..., K, K + V], of a state of zeros."""
+    eye = jnp.eye(no_state.shape[-2], dtype=no_state.dtype)
+    eye = jnp.broadcast_to(eye, (*no_state.shape[:-2], *eye.shape))
+    return jnp.concatenate([eye, no_state], axis=-1)
+
+
+def _map_of(columns: jax.Array) -> Affine:
+    key_dim = columns.shape[-2]
+    return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
 def _decays(chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
@@ -202,31 +215,27 @@ def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Ar
     Args:
       first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
     """
-    return _recurrence(
-        first, chunks.decay, chunks.correction, chunks.added, dtype, chunks.from_kernel
-    )
+    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _recurrence(first, decay, correction, added, dtype, by_kernel):
-    return _scan_chunks(first, decay, correction, added, dtype, by_kernel)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _recurrence(first, decay, correction, added, dtype):
+    return _scan_chunks(first, decay, correction, added, dtype)
 
 
-def _recurrence_forward(first, decay, correction, added, dtype, by_kernel):
-    last, entering = _scan_chunks(first, decay, correction, added, dtype, by_kernel)
+def _recurrence_forward(first, decay, correction, added, dtype):
+    last, entering = _scan_chunks(first, decay, correction, added, dtype)
     return (last, entering), (decay, correction, added, entering)
 
 
-def _recurrence_backward(dtype, by_kernel, residuals, gradients):
+def _recurrence_backward(dtype, residuals, gradients):
     """The gradients of states by a recurrence of the same form, and of its factors for all chunks
     at once.
     """
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
     transposed = decay.swapaxes(-2, -3)
-    dfirst, dleaving = _scan_chunks(
-        dlast, transposed, correction, dentering, dtype, by_kernel, backwards=True
-    )
+    dfirst, dleaving = _scan_chunks(dlast, transposed, correction, dentering, dtype, backwards=True)
     by_state = [
         x.reshape(*x.shape[:3], decay.shape[-2], -1, x.shape[-1]) for x in (dleaving, entering)
     ]
@@ -245,12 +254,10 @@ def _recurrence_backward(dtype, by_kernel, residuals, gradients):
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 
-def _scan_chunks(first, decay, correction, added, dtype, by_kernel, backwards=False):
+def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
     """See `_states`; from the last chunk to the first one, with corrections transposed, if
     `backwards`.
     """
-    if by_kernel:
-        return kernel.scan(first, decay[..., 0, 0, 0], correction, added, dtype, backwards)
     subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
 
     def step(carry, chunk):
@@ -287,6 +294,9 @@ def _in_order(out_BNHCV: jax.Array) -> jax.Array:
 def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the
     first one; and the state that leaves the last one."""
+    if _has_kernel(tokens, rule):
+        S_BHKV, out = _kernel_outputs(tokens, S_BHKV, rule)
+        return out, S_BHKV
     chunks = _chunks(tokens, rule)
     dtype = tokens.q_BLGK.dtype
     S_BHKV, entering = _states(S_BHKV, chunks, dtype)
@@ -317,30 +327,29 @@ def _has_kernel(tokens: Tokens, rule: Rule) -> bool:
     return rule.uses_kernel and is_supported and jnp.finfo(tokens.q_BLGK.dtype).bits <= 32
 
 
-def _kernel_chunks(tokens: Tokens, rule: Rule) -> _Chunks:
-    """As `_chunks`, by the kernel, whose chunks are shorter."""
+def _kernel_outputs(tokens: Tokens, first: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """The state after all tokens, and the outputs [B, L, H, V], by the kernels, whose chunks are
+    shorter. See `_states`."""
     dtype = tokens.q_BLGK.dtype
     segments = tokens.segments_BL
     ends = segments[:, kernel.KERNEL_TOKENS - 1 : -1 : kernel.KERNEL_TOKENS]
-    before = jnp.concatenate([tokens.segment_before_B[:, None], ends], axis=1).T[..., None]
+    before = jnp.concatenate([tokens.segment_before_B[:, None], ends], axis=1)
     is_padding = (segments == 0)[..., None, None]
     g, beta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (tokens.g_BLH, tokens.beta_BLH))
-    q = jnp.where(is_padding, 0, tokens.q_BLGK * rule.scale)
-    operands = kernel.Operands(q, tokens.k_BLGK, tokens.v_BLHV, _split(g, dtype), beta)
-    factors = kernel.factors(operands, segments, before)
-    return _Chunks(
-        factors.q,
-        factors.out,
-        factors.decay[..., None, None, None],
-        factors.correction,
-        factors.added,
-        True,
+    operands = kernel.Operands(
+        jnp.where(is_padding, 0, tokens.q_BLGK * rule.scale),
+        tokens.k_BLGK,
+        tokens.v_BLHV,
+        tuple(_split(g, dtype)),
+        beta,
+        segments[:, None],
+        before[:, None],
     )
+    last, out = kernel.outputs(first.swapaxes(1, 2), operands)
+    return last.swapaxes(1, 2), out
 
 
 def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
-    if _has_kernel(tokens, rule):
-        return _kernel_chunks(tokens, rule)
     num_sequences, num_tokens, num_heads, _ = tokens.v_BLHV.shape
     dtype = tokens.q_BLGK.dtype
     wide = jnp.promote_types(jnp.float32, dtype)

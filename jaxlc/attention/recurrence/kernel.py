@@ -1,16 +1,17 @@
-"""Kernels of recurrences over chunks (Pallas on Triton): one for the factors of a chunk, one for
-the scan over chunks.
+"""Kernels of the gated delta rule (Pallas on Triton), with one launch for all chunks.
 
-Both compute what `chunks.py` describes, with one launch for all chunks. A program of the first
-kernel owns one chunk and value head. Where it is differentiated, it saves the inverse of I + A and
-the scores, arrays [C, C]; its backward computes the rest of the chunk again. A program of the
-second one owns some columns of one head's state, and keeps them in registers.
+They compute what `chunks.py` describes. A program of `delta_factors` owns one chunk and value head:
+it solves for u and w, and computes the scores. A program of `delta_scan` owns some columns of one
+head's state, keeps them in registers, and computes the outputs of one chunk after another. Their
+derivatives have the same programs: `delta_scan_gradient` computes the gradients of states from the
+last chunk to the first one, and `delta_factors_gradient` all gradients of the tokens of a chunk.
 
 Products of float32 factors are sums of six products of bfloat16 factors. Those are in shared memory;
 of TF32 factors, each thread would have copies in its registers. Triton's sizes are powers of 2.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ from jax.experimental import pallas as pl
 
 from jaxlc.core.errors import Unsupported
 
-# Less than `chunks.CHUNK_TOKENS`, which it divides: a program has about ten arrays [C, K] or [C, C]
-# of float32 in its registers.
+# Less than `chunks.CHUNK_TOKENS`, which it divides: a program has several arrays [C, K] and [C, C] of
+# float32 in its registers.
 KERNEL_TOKENS = 64
 # Stages are loads in flight, each with shared memory of its own.
-_FACTOR_PARAMS = dict(num_warps=8, num_stages=1)
+_CHUNK_PARAMS = dict(num_warps=8, num_stages=1)
 _SCAN_PARAMS = dict(num_warps=4, num_stages=2)
 _SCAN_COLUMNS = 32
 _COLUMNS = 64  # of one step of a loop over the columns of keys or values
@@ -43,26 +44,27 @@ def check_devices(devices: Iterable[jax.Device]) -> None:
 
 
 class Operands(NamedTuple):
-    """One chunk of one head inside of a kernel; or arrays of all chunks, or references to them."""
+    """Of one chunk and head; or of all, arrays [B, L, heads, width] and [B, heads, L]."""
 
-    q: jax.Array  # [C, K], scaled, 0 at padding; [B, L, G, K]
-    k: jax.Array  # [C, K]; [B, L, G, K]
-    v: jax.Array  # [C, V]; [B, L, H, V]
-    g: jax.Array  # the terms of `chunks._split` [terms, C]; [terms, B, L, H]
-    beta: jax.Array  # [C]; [B, L, H]
+    q: jax.Array  # [C, K], scaled, 0 at padding; of key heads, as k
+    k: jax.Array  # [C, K]
+    v: jax.Array  # [C, V]
+    g: tuple[jax.Array, ...]  # [C], the terms of `chunks._split`
+    beta: jax.Array  # [C]
+    segments: jax.Array  # [C], int32; with one head, as the next one
+    segment_before: jax.Array  # [1]: of the token before the chunk; or of all chunks
 
 
 class Factors(NamedTuple):
-    """As `chunks._Chunks`, of one chunk and head."""
+    """As `Operands`; None where no kernel reads them. See the top of chunks.py."""
 
-    q: jax.Array
-    out: jax.Array
-    decay: jax.Array  # a number
-    correction: jax.Array
-    added: jax.Array
-
-
-_NUM_FACTORS = len(Factors._fields)
+    w: jax.Array  # [C, K], in the dtype of q, as the scores
+    scores: jax.Array | None  # [C, C]
+    inverse: jax.Array | None  # [C, C], of I + A, for derivatives; float32, as the others
+    u: jax.Array | None  # [C, V]
+    since_start: jax.Array  # [C], of `_Gates`, as the next two
+    until_end: jax.Array  # [C]
+    decay: jax.Array | None  # [1]; or of all chunks
 
 
 def _narrow(dtype, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -120,15 +122,15 @@ class _Gates(NamedTuple):
     decay: jax.Array  # a number: exp(G_C), or 0
 
 
-def _gates(g_ref, segments_ref, before_ref) -> _Gates:
-    segments_C, before = segments_ref[...], before_ref[0]
-    last = segments_ref[segments_ref.shape[0] - 1]
+def _gates(x: Operands) -> _Gates:
+    segments_C, before = x.segments[...], x.segment_before[0]
+    last = x.segments[segments_C.size - 1]
     rows, columns = _indices(segments_C.shape[0])
     visible = (rows >= columns) & (segments_C[:, None] == segments_C[None, :])
     in_last = segments_C == last
     between = until_end = since_start = total = 0.0
-    for term in range(g_ref.shape[0]):
-        g = g_ref[term]
+    for g_ref in x.g:
+        g = g_ref[...]
         G = jnp.sum(jnp.where(visible, g[None, :], 0.0), axis=1)
         G_end = jnp.sum(jnp.where(in_last, g, 0.0))
         # Elsewhere the difference may be positive, and its exponential infinite.
@@ -160,114 +162,147 @@ def _over_columns(width: int, body: Callable, carry: tuple = ()) -> tuple:
     )
 
 
-def _factors_kernel(x: Operands, segments_ref, before_ref, results: tuple):
-    """See the top of chunks.py."""
-    results, saved = Factors(*results[:_NUM_FACTORS]), results[_NUM_FACTORS:]
+def _narrow_sum(dtype, left_ref, right_ref, rows) -> jax.Array:
+    """left right^T, of some rows of `right`."""
+
+    def add(columns, total):
+        return (total + _narrow(dtype, left_ref[:, columns], right_ref[rows, columns].T),)
+
+    zero = jnp.zeros((left_ref.shape[0], rows.size), jnp.float32)
+    return _over_columns(left_ref.shape[1], add, (zero,))[0]
+
+
+def _factors_kernel(x: Operands, results: tuple):
+    results = Factors(*results)
     narrow = functools.partial(_narrow, x.q.dtype)
-    gates = _gates(x.g, segments_ref, before_ref)
+    gates = _gates(x)
     beta = x.beta[...]
     k = x.k[...]
-    scores = (narrow(x.q[...], k.T) * gates.decays).astype(k.dtype)
+    scores = narrow(x.q[...], k.T) * gates.decays
     inverse = _inverse(_corrected(narrow(k, k.T), gates, beta))
-    results.decay[...] = gates.decay
-    for ref, value in zip(saved, (inverse, scores)):
-        ref[...] = value
-    # Read again after a store: the compiler would keep k in registers while it inverts.
-    k = x.k[...]
-    kept = (k * gates.until_end[:, None]).T.astype(k.dtype)
+    results.scores[...] = scores.astype(k.dtype)
+    results.since_start[...] = gates.since_start
+    results.until_end[...] = gates.until_end
+    results.decay[0] = gates.decay
+    if results.inverse is not None:
+        results.inverse[...] = inverse
 
-    def add(columns):
-        u = _exact(inverse, x.v[:, columns] * beta[:, None])
-        results.out[:, columns] = narrow(scores, u)
-        results.added[:, columns] = narrow(kept, u)
+    def solve(columns, result_ref, right_ref, factor):
+        solved = _exact(inverse, right_ref[:, columns] * factor[:, None])
+        result_ref[:, columns] = solved.astype(result_ref.dtype)
         return ()
 
-    def correct(columns):
-        factor = beta * gates.since_start
-        w = _exact(inverse, x.k[:, columns] * factor[:, None])
-        results.correction[:, columns] = narrow(kept, w).astype(k.dtype)
-        q = x.q[:, columns] * gates.since_start[:, None] - narrow(scores, w)
-        results.q[:, columns] = q.astype(k.dtype)
-        return ()
+    _over_columns(x.v.shape[1], lambda columns: solve(columns, results.u, x.v, beta))
+    factor = beta * gates.since_start
+    _over_columns(x.k.shape[1], lambda columns: solve(columns, results.w, x.k, factor))
 
-    _over_columns(x.v.shape[1], add)
-    _over_columns(x.k.shape[1], correct)
+
+def _scan_kernel(factors: Factors, q_ref, k_ref, first_ref, results: tuple):
+    """See `_scan`; the states that enter chunks, and u - w S, are results for derivatives."""
+    last_ref, out_ref, *saved = results
+    dtype = q_ref.dtype
+    narrow = functools.partial(_narrow, dtype)
+    K, block = first_ref.shape
+    V = factors.u.shape[1]
+    # Nothing is added to the first columns, of maps of states.
+    column = V - (pl.num_programs(0) - pl.program_id(0)) * block
+    columns = pl.ds(jnp.maximum(column, 0), block)
+
+    def step(n, S):
+        tokens = pl.ds(n * KERNEL_TOKENS, KERNEL_TOKENS)
+        new = jnp.where(column >= 0, factors.u[tokens, columns], 0.0)
+        new -= narrow(factors.w[tokens, :], S)
+        for ref, rows, value in zip(saved, (pl.ds(n * K, K), tokens), (S, new)):
+            ref[rows, :] = value.astype(dtype)
+        out = narrow(q_ref[tokens, :], S) * factors.since_start[tokens][:, None]
+        out_ref[tokens, :] = (out + narrow(factors.scores[tokens, :], new)).astype(dtype)
+        kept = new * factors.until_end[tokens][:, None]
+        return S * factors.decay[n] + narrow(k_ref[tokens, :].T, kept)
+
+    last_ref[...] = lax.fori_loop(0, factors.decay.size, step, first_ref[...])
+
+
+def _scan_gradient_kernel(factors: Factors, q_ref, k_ref, dlast_ref, dout_ref, results: tuple):
+    dfirst_ref, dnew_ref, dleaving_ref = results
+    narrow = functools.partial(_narrow, q_ref.dtype)
+    K, _ = dlast_ref.shape
+    num_chunks = factors.decay.size
+
+    def step(i, dS):
+        n = num_chunks - 1 - i
+        tokens = pl.ds(n * KERNEL_TOKENS, KERNEL_TOKENS)
+        dleaving_ref[pl.ds(n * K, K), :] = dS.astype(dleaving_ref.dtype)
+        dout = dout_ref[tokens, :]
+        dnew = narrow(k_ref[tokens, :], dS) * factors.until_end[tokens][:, None]
+        dnew += narrow(factors.scores[tokens, :].T, dout)
+        dnew_ref[tokens, :] = dnew
+        dS = dS * factors.decay[n] - narrow(factors.w[tokens, :].T, dnew)
+        return dS + narrow(q_ref[tokens, :].T, dout * factors.since_start[tokens][:, None])
+
+    dfirst_ref[...] = lax.fori_loop(0, num_chunks, step, dlast_ref[...])
 
 
 def _gradients_kernel(
-    x: Operands, segments_ref, before_ref, saved: tuple, gradients: Factors, results: tuple
+    factors: Factors,
+    x: Operands,
+    entering_ref,
+    dleaving_ref,
+    new_ref,
+    dnew_ref,
+    dout_ref,
+    results: tuple,
 ):
-    """The derivative of `_factors_kernel`, in reverse order, from its operands and what it saved.
+    """The gradients of all operands, from what the other kernels saved.
 
     Arrays that several steps need are read in each of them: they would be in registers meanwhile.
     """
     dx = Operands(*results)
-    inverse_ref, scores_ref = saved
     narrow = functools.partial(_narrow, x.q.dtype)
-    gates = _gates(x.g, segments_ref, before_ref)
-    since_start, until_end = gates.since_start, gates.until_end
-    beta = x.beta[...]
-    size = min(_COLUMNS, x.k.shape[1])
-    blocks = [pl.ds(start, size) for start in range(0, x.k.shape[1], size)]
-
-    def solved_gradient(dout, dkept_ref, columns):
-        kept = (x.k[...] * until_end[:, None]).astype(x.k.dtype)
-        return narrow(scores_ref[...].T, dout) + narrow(kept, dkept_ref[:, columns])
-
-    def solve(columns, values, factor, dout, dkept_ref, dscores, dinverse, *dkept):
-        """The gradients of the right side and of its factor, and the sums over columns."""
-        right = values * factor[:, None]
-        solved = _exact(inverse_ref[...], right)
-        dscores += narrow(dout, solved.T)
-        dkept = [
-            total + narrow(solved, dkept_ref[rows, columns].T) for total, rows in zip(dkept, blocks)
-        ]
-        dsolved = solved_gradient(dout, dkept_ref, columns)
-        dinverse += _exact(dsolved, right.T)
-        dright = _exact(inverse_ref[...].T, dsolved)
-        return dright, jnp.sum(dright * values, axis=1), (dscores, dinverse, *dkept)
-
-    def add(columns, dbeta, *carry):
-        values = x.v[:, columns].astype(jnp.float32)
-        dout = gradients.out[:, columns]
-        dright, dfactor, carry = solve(columns, values, beta, dout, gradients.added, *carry)
-        dx.v[:, columns] = (dright * beta[:, None]).astype(x.v.dtype)
-        return dbeta + dfactor, *carry
-
-    def correct(columns, dsince, dbeta, *carry):
-        values = x.k[:, columns].astype(jnp.float32)
-        dq = gradients.q[:, columns].astype(jnp.float32)
-        dsince += jnp.sum(dq * x.q[:, columns], axis=1)
-        factor = beta * since_start
-        _, dfactor, carry = solve(columns, values, factor, -dq, gradients.correction, *carry)
-        dbeta += dfactor * since_start
-        dx.beta[...] = dbeta  # Without a store, Triton would read shared arrays before the loop.
-        return dsince + dfactor * beta, dbeta, *carry
-
-    square = jnp.zeros(scores_ref.shape, jnp.float32)
+    narrow_sum = functools.partial(_narrow_sum, x.q.dtype)
+    beta, since_start = x.beta[...], factors.since_start[...]
+    (C, K), (_, V) = x.k.shape, x.v.shape
+    num_columns = dout_ref.shape[1]
+    square = jnp.zeros((C, C), jnp.float32)
     zero = jnp.zeros_like(beta)
-    carry = square, square, *(jnp.zeros((beta.size, b.size), jnp.float32) for b in blocks)
-    carry = _over_columns(x.v.shape[1], add, (zero, *carry))
-    carry = _over_columns(x.k.shape[1], correct, (zero, *carry))
-    dsince, dbeta, dscores, dinverse, *dkept = carry
-    transposed = inverse_ref[...].T
-    dA = -_exact(_exact(transposed, dinverse), transposed)
-    gates = _gates(x.g, segments_ref, before_ref)
+
+    def solve_values(columns, dA, dbeta):
+        new_columns = pl.ds(columns.start + num_columns - V, columns.size)
+        dright = _exact(factors.inverse[...].T, dnew_ref[:, new_columns])
+        dx.v[:, columns] = (dright * beta[:, None]).astype(x.v.dtype)
+        dbeta += jnp.sum(dright * x.v[:, columns], axis=1)
+        return dA - _exact(dright, factors.u[:, columns].T), dbeta
+
+    def solve_keys(rows):
+        return -_exact(factors.inverse[...].T, narrow_sum(dnew_ref, entering_ref, rows))
+
+    def correct(rows, dA, dbeta, dsince):
+        dright = solve_keys(rows)
+        dfactor = jnp.sum(dright * x.k[:, rows], axis=1)
+        dA -= _exact(dright, factors.w[:, rows].T)
+        return dA, dbeta + dfactor * since_start, dsince + dfactor * beta
+
+    def read(rows, dsince, duntil):
+        q, k = x.q[:, rows], x.k[:, rows]
+        dq = narrow_sum(dout_ref, entering_ref, rows)
+        dsince += jnp.sum(dq * q, axis=1)
+        dx.q[:, rows] = dq * since_start[:, None] + narrow(dproducts, k)
+        dkept = narrow_sum(new_ref, dleaving_ref, rows)
+        duntil += jnp.sum(dkept * k, axis=1)
+        dk = dkept * factors.until_end[...][:, None] + narrow(dproducts.T, q) + narrow(dkk, k)
+        dx.k[:, rows] = dk + solve_keys(rows) * (beta * since_start)[:, None]
+        return dsince, duntil
+
+    carry = _over_columns(V, solve_values, (square, zero))
+    dA, dbeta, dsince = _over_columns(K, correct, (*carry, zero))
+    dscores = narrow_sum(dout_ref, new_ref, pl.ds(0, C))
+    gates = _gates(x)
     dproducts, dkk, dbetween, dbeta_A = _product_gradients(x, gates, beta, dscores, dA)
     dx.beta[...] = dbeta + dbeta_A
-    duntil = zero
-    for columns, dkept_columns in zip(blocks, dkept):
-        k = x.k[:, columns]
-        dq = gradients.q[:, columns].astype(jnp.float32)
-        dx.q[:, columns] = dq * since_start[:, None] + narrow(dproducts, k)
-        duntil += jnp.sum(dkept_columns * k, axis=1)
-        dright = _exact(inverse_ref[...].T, solved_gradient(-dq, gradients.correction, columns))
-        dk = dkept_columns * until_end[:, None] + dright * (beta * since_start)[:, None]
-        dk += narrow(dproducts.T, x.q[:, columns]) + narrow(dkk, k)
-        dx.k[:, columns] = dk
-    dg = _gradient_of_gates(gates, dbetween, dsince, duntil, gradients.decay[...])
-    for term in range(dx.g.shape[0]):
-        dx.g[term] = dg
+    dsince, duntil = _over_columns(K, read, (dsince, zero))
+    ddecay = jnp.sum(entering_ref[...].astype(jnp.float32) * dleaving_ref[...])
+    dg = _gradient_of_gates(gates, dbetween, dsince, duntil, ddecay)
+    for dg_ref in dx.g:
+        dg_ref[...] = dg
 
 
 def _product_gradients(x: Operands, gates: _Gates, beta, dscores, dA) -> tuple[jax.Array, ...]:
@@ -293,167 +328,137 @@ def _gradient_of_gates(gates: _Gates, dbetween, dsince, duntil, ddecay) -> jax.A
     return dg + jnp.where(gates.in_last, dG_end, 0.0)
 
 
-def _specs(x: Operands) -> tuple[Operands, list, tuple]:
-    """Block specs for a grid (chunk, head, sequence): of operands, segments, results of
-    `_call_factors`."""
-    C = KERNEL_TOKENS
-    heads_per_key = x.v.shape[2] // x.q.shape[2]
-    K, V = x.q.shape[-1], x.v.shape[-1]
-    keys = pl.BlockSpec((None, C, None, K), lambda n, h, b: (b, n, h // heads_per_key, 0))
-    operands = Operands(
-        keys,
-        keys,
-        pl.BlockSpec((None, C, None, V), lambda n, h, b: (b, n, h, 0)),
-        pl.BlockSpec((x.g.shape[0], None, None, C), lambda n, h, b: (0, b, h, n)),
-        pl.BlockSpec((None, None, C), lambda n, h, b: (b, h, n)),
+def _specs(arrays: Any, num_heads: int, num_chunks: int = 1, columns: int | None = None) -> Any:
+    """Block specs of arrays [B, rows, heads, width] or [B, heads, rows], for a grid (i, head,
+    sequence): i counts chunks, or blocks of columns."""
+
+    def spec(x):
+        heads = x.shape[-2]
+
+        def index(i, h, b):
+            chunk = i if num_chunks > 1 else 0
+            head = h * heads // num_heads
+            return (b, head, chunk) if x.ndim == 3 else (b, chunk, head, i if columns else 0)
+
+        if x.ndim == 3:
+            return pl.BlockSpec((None, None, x.shape[2] // num_chunks), index)
+        shape = None, x.shape[1] // num_chunks, None, columns or x.shape[3]
+        return pl.BlockSpec(shape, index)
+
+    return jax.tree.map(spec, arrays)
+
+
+def _over_chunks(body: Callable, x: Operands, operands: tuple, results: Any, name: str) -> Any:
+    """Calls a kernel with a program for each chunk, head and sequence."""
+    num_sequences, _, num_heads, _ = x.v.shape
+    num_chunks = x.segment_before.shape[2]
+    return _call(
+        body,
+        operands,
+        grid=(num_chunks, num_heads, num_sequences),
+        in_specs=_specs(operands, num_heads, num_chunks),
+        out_specs=_specs(results, num_heads, num_chunks),
+        out_shape=results,
+        params=_CHUNK_PARAMS,
+        name=name,
     )
-    segments = [
-        pl.BlockSpec((None, C), lambda n, h, b: (b, n)),
-        pl.BlockSpec((None, None, 1), lambda n, h, b: (n, b, 0)),
-    ]
 
-    def factor(*shape):
-        zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, None, None, *shape), lambda n, h, b: (n, b, h, *zeros))
 
-    shapes = (C, K), (C, V), (), (K, K), (K, V), (C, C), (C, C)
-    return operands, segments, tuple(factor(*shape) for shape in shapes)
+def _factors(x: Operands, *, has_inverse: bool) -> Factors:
+    def array(width, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((*x.v.shape[:3], width), dtype)
+
+    results = Factors(
+        w=array(x.q.shape[3], x.q.dtype),
+        scores=array(KERNEL_TOKENS, x.q.dtype),
+        inverse=array(KERNEL_TOKENS) if has_inverse else None,
+        u=array(x.v.shape[3]),
+        since_start=jax.eval_shape(lambda: x.beta),
+        until_end=jax.eval_shape(lambda: x.beta),
+        decay=jax.ShapeDtypeStruct((*x.beta.shape[:2], x.segment_before.shape[2]), jnp.float32),
+    )
+    return _over_chunks(_factors_kernel, x, (x,), results, "delta_factors")
+
+
+def _scan(body: Callable, x: Operands, factors: Factors, others: tuple, dtypes: tuple, name: str):
+    """Calls a kernel whose programs scan over the chunks with some columns of a state.
+
+    Args:
+      others: the first state [B, K, H, M], and an array [B, L, H, M].
+      dtypes: of as many results: the last state, an array [B, L, H, M], the states that enter the
+        steps [B, N K, H, M], and an array [B, L, H, M].
+    """
+    num_sequences, K, num_heads, num_columns = others[0].shape
+    num_chunks = factors.decay.shape[2]
+    block = math.gcd(_SCAN_COLUMNS, K, num_columns)
+    num_rows = K, x.v.shape[1], num_chunks * K, x.v.shape[1]
+    results = tuple(
+        jax.ShapeDtypeStruct((num_sequences, rows, num_heads, num_columns), dtype)
+        for rows, dtype in zip(num_rows, dtypes)
+    )
+    others_specs, results_specs = _specs((others, results), num_heads, columns=block)
+    return _call(
+        body,
+        (factors, x.q, x.k, *others),
+        grid=(num_columns // block, num_heads, num_sequences),
+        in_specs=(*_specs((factors, x.q, x.k), num_heads), *others_specs),
+        out_specs=results_specs,
+        out_shape=results,
+        params=_SCAN_PARAMS,
+        name=name,
+    )
 
 
 @jax.custom_vjp
-def factors(x: Operands, segments_BL: jax.Array, before_NB1: jax.Array) -> Factors:
-    """The factors of all chunks, arrays [N, B, H, ...].
+def outputs(first: jax.Array, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """The state after all chunks, float32, and the outputs [B, L, H, M] in the dtype of q.
 
     Args:
-      x: of all tokens; g [terms, B, H, L], beta [B, H, L].
-      before_NB1: the segment of the token before each chunk.
+      first: the state before them [B, K, H, M], float32. Values are added to its last V columns.
     """
-    return Factors(*_call_factors(x, segments_BL, before_NB1, _NUM_FACTORS))
+    factors = _factors(x, has_inverse=False)
+    dtypes = jnp.float32, x.q.dtype
+    return tuple(_scan(_scan_kernel, x, factors, (first,), dtypes, "delta_scan"))
 
 
-def _call_factors(x, segments_BL, before_NB1, num_results):
-    """The first `num_results` of the fields of `Factors`, the inverse of I + A, and the scores."""
-    shape = (*before_NB1.shape[:2], x.v.shape[2])
-    operands, segments, specs = _specs(x)
-    dtype, wide = x.q.dtype, jnp.float32
-    dtypes = dtype, wide, wide, dtype, wide, wide, dtype
-    shapes = tuple(
-        jax.ShapeDtypeStruct((*shape, *spec.block_shape[3:]), dtype)
-        for spec, dtype in zip(specs, dtypes)
+def _outputs_forward(first, x):
+    factors = _factors(x, has_inverse=True)
+    dtypes = jnp.float32, *[x.q.dtype] * 3
+    read = factors._replace(inverse=None)
+    last, out, *states = _scan(_scan_kernel, x, read, (first,), dtypes, "delta_scan")
+    return (last, out), (x, factors, *states)
+
+
+def _outputs_backward(residuals, gradients):
+    x, factors, entering, new = residuals
+    dfirst, dnew, dleaving = _scan(
+        _scan_gradient_kernel,
+        x,
+        factors._replace(u=None, inverse=None),
+        gradients,
+        (jnp.float32, jnp.float32, x.q.dtype),
+        "delta_scan_gradient",
     )
-    return _call(
-        _factors_kernel,
-        (x, segments_BL, before_NB1),
-        grid=(shape[0], shape[2], shape[1]),
-        in_specs=[operands, *segments],
-        out_specs=specs[:num_results],
-        out_shape=shapes[:num_results],
-        params=_FACTOR_PARAMS,
-        name="delta_factors",
-    )
-
-
-def _factors_forward(*operands):
-    results = _call_factors(*operands, None)
-    return Factors(*results[:_NUM_FACTORS]), (*operands, results[_NUM_FACTORS:])
-
-
-def _factors_backward(residuals, gradients: Factors):
-    x, _, before_NB1, _ = residuals
-    num_chunks, num_sequences, _ = before_NB1.shape
-    num_heads = x.v.shape[2]
-    operands, segments, specs = _specs(x)
-    per_head = jax.ShapeDtypeStruct((*x.v.shape[:3], x.q.shape[-1]), jnp.float32)
-    own_keys = pl.BlockSpec(operands.q.block_shape, operands.v.index_map)
-    dx = _call(
+    factors = factors._replace(scores=None, decay=None)
+    per_head = jax.ShapeDtypeStruct((*x.v.shape[:3], x.q.shape[3]), jnp.float32)
+    dx = _over_chunks(
         _gradients_kernel,
-        (*residuals, gradients),
-        grid=(num_chunks, num_heads, num_sequences),
-        in_specs=[operands, *segments, specs[_NUM_FACTORS:], Factors(*specs[:_NUM_FACTORS])],
-        out_specs=operands._replace(q=own_keys, k=own_keys),
-        out_shape=jax.eval_shape(lambda: x)._replace(q=per_head, k=per_head),
-        params=_FACTOR_PARAMS,
-        name="delta_factors_gradient",
+        x,
+        (factors, x, entering, dleaving, new, dnew, gradients[1]),
+        jax.eval_shape(lambda: x)._replace(
+            q=per_head, k=per_head, segments=None, segment_before=None
+        ),
+        "delta_factors_gradient",
     )
     # The gradients of key heads are sums over their value heads.
     q, k = (
         dy.reshape(*y.shape[:3], -1, y.shape[3]).sum(3).astype(y.dtype)
         for dy, y in ((dx.q, x.q), (dx.k, x.k))
     )
-    return dx._replace(q=q, k=k), None, None
+    return dfirst, dx._replace(q=q, k=k)
 
 
-factors.defvjp(_factors_forward, _factors_backward)
-
-
-def scan(
-    first: jax.Array,
-    decay: jax.Array,
-    correction: jax.Array,
-    added: jax.Array,
-    dtype,
-    backwards: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """As `chunks._scan_chunks`, with one state and one gate a head: decay [N, B, H]."""
-    num_chunks, num_sequences, num_heads, K, V = added.shape
-    num_columns = first.shape[-1]
-    block = min(_SCAN_COLUMNS, K, V)
-
-    def chunk_spec(*shape, column=False):
-        def index(c, h, b):
-            return (0, b, h, *(0,) * (len(shape) - 1), *((c if column else 0,) if shape else ()))
-
-        return pl.BlockSpec((num_chunks, None, None, *shape), index)
-
-    state = pl.BlockSpec((None, None, K, block), lambda c, h, b: (b, h, 0, c))
-    shape = (num_chunks, *first.shape)
-    return _call(
-        functools.partial(_scan_kernel, backwards=backwards, without=num_columns - V),
-        (first, decay, correction, added),
-        grid=(num_columns // block, num_heads, num_sequences),
-        in_specs=[
-            state,
-            chunk_spec(),
-            chunk_spec(K, K),
-            chunk_spec(K, V),
-        ],
-        out_specs=(state, chunk_spec(K, block, column=True)),
-        out_shape=(
-            jax.ShapeDtypeStruct(first.shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, dtype),
-        ),
-        params=_SCAN_PARAMS,
-        name="delta_scan",
-    )
-
-
-def _scan_kernel(
-    first_ref,
-    decay_ref,
-    correction_ref,
-    added_ref,
-    results,
-    *,
-    backwards: bool,
-    without: int,
-):
-    """Args: without: the first columns, to which nothing is added."""
-    last_ref, entering_ref = results
-    num_chunks, _, block = entering_ref.shape
-    column = pl.program_id(0) * block - without
-    columns = pl.ds(jnp.maximum(column, 0), block)
-
-    def step(i, S):
-        n = num_chunks - 1 - i if backwards else i
-        narrow = S.astype(entering_ref.dtype)
-        entering_ref[n] = narrow
-        S = decay_ref[n] * S
-        correction = correction_ref[n].T if backwards else correction_ref[n]
-        S -= _narrow(narrow.dtype, correction, narrow)
-        added = added_ref[n, :, columns].astype(jnp.float32)
-        return S + (added if without == 0 else jnp.where(column >= 0, added, 0.0))
-
-    last_ref[...] = lax.fori_loop(0, num_chunks, step, first_ref[...])
+outputs.defvjp(_outputs_forward, _outputs_backward, optimize_remat=True)
 
 
 def _call(kernel: Callable, operands: tuple, *, params: dict, **options: Any) -> Any:
