@@ -5,10 +5,10 @@ It is checked for enough text, with warnings about its text.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -179,17 +179,11 @@ def open_corpus(
     if inputs is None:
         tokenizer = tokenizer_of(config)
         inputs = Inputs(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
-    eval_files, _ = list_files(config.eval_sources, EVAL_SETTING)
-    opener = StoreOpener(
-        config=config,
-        inputs=inputs,
-        eval_paths={file.path.resolve() for file in eval_files},
-        progress=progress,
-    )
+    opener = StoreOpener(config=config, inputs=inputs, progress=progress)
     configs = source_configs(config)
     # Before anything is tokenized.
     files = [opener.files(source) for source in configs]
-    evaluated = open_heldout(opener, eval_files) if eval_files else None
+    evaluated = open_heldout(opener)
     stores = [
         opener.open(listed, Fields.from_config(source)) for listed, source in zip(files, configs)
     ]
@@ -245,9 +239,13 @@ class StoreOpener:
 
     config: DataConfig
     inputs: Inputs
-    eval_paths: set[Path]  # of the files of data.eval_sources
     progress: Update
     warnings: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def eval_files(self) -> list[SourceFile]:
+        """The files of data.eval_sources."""
+        return list_files(self.config.eval_sources, EVAL_SETTING).files
 
     def files(self, source: SourceConfig) -> list[SourceFile]:
         """The files to train on.
@@ -261,7 +259,8 @@ class StoreOpener:
             for path in source.paths
         ]
         files, num_duplicates = list_files(named, setting, source.text_suffixes)
-        train_files = [file for file in files if file.path.resolve() not in self.eval_paths]
+        eval_paths = {file.path.resolve() for file in self.eval_files}
+        train_files = [file for file in files if file.path.resolve() not in eval_paths]
         num_evaluated = len(files) - len(train_files)
         if not files:
             raise UserError(f"{setting} is empty: set it to the files to train on")
@@ -380,12 +379,14 @@ def packed_train(
     return train
 
 
-def open_heldout(opener: StoreOpener, files: list[SourceFile]) -> PackedSequences:
-    """Packs the files of data.eval_sources.
+def open_heldout(opener: StoreOpener) -> PackedSequences | None:
+    """Packs the files of data.eval_sources; None: there are none.
 
     Raises:
       UserError: they have no token with a loss.
     """
+    if not opener.eval_files:
+        return None
     config = opener.config
     source = SourceConfig(
         name="",
@@ -393,7 +394,7 @@ def open_heldout(opener: StoreOpener, files: list[SourceFile]) -> PackedSequence
         chat_format=config.eval_chat_format,
         chat_field=config.eval_chat_field,
     )
-    store = opener.open(files, Fields.from_config(source))
+    store = opener.open(opener.eval_files, Fields.from_config(source))
     heldout = packed_source(store, np.arange(store.num_documents), source, config.seq_len, None)
     if heldout is None:
         raise UserError(

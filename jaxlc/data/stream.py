@@ -152,13 +152,8 @@ def _fetch(part: Part, copy: Path, fields: Fields, setting: str) -> SourceFile:
                 from pyarrow import parquet
 
                 with fs.open(path) as opened, parquet.ParquetFile(opened) as table:
-                    columns = needed_columns(
-                        copy,
-                        fields.document,
-                        fields.others,
-                        fields.setting(setting),
-                        table.schema_arrow.names,
-                    )
+                    names = table.schema_arrow.names
+                    columns = needed_columns(copy, fields.document, fields.others, names)
                     rows = table.read_row_groups([*range(begin, end)], columns)
                 parquet.write_table(rows, copy)
             elif url.endswith(".jsonl"):
@@ -340,11 +335,9 @@ class Stream(DataSource):
             opener = corpus.StoreOpener(
                 config=data,
                 inputs=inputs,
-                eval_paths=set(),
                 progress=update,
             )
-            evaluated, _ = list_files(data.eval_sources, EVAL_SETTING)
-            heldout = corpus.open_heldout(opener, evaluated) if evaluated else None
+            heldout = corpus.open_heldout(opener)
             excluded = {url for name in data.eval_sources for url in _urls(name, EVAL_SETTING)}
             listed = dict.fromkeys(url for name in source.paths for url in _urls(name, setting))
             urls = [url for url in listed if url not in excluded]

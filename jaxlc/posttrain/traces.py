@@ -354,7 +354,7 @@ def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Reco
         )
     if not path.is_file():
         raise UserError(f"{path} does not exist")
-    yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
+    yield from read_records(path, "", others=fields, setting=_SETTING)
 
 
 def _fitting(traces: Iterable[Trace], data: DataConfig, notes: Notes) -> Iterator[Trace]:

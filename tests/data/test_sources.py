@@ -191,7 +191,7 @@ def test_read_documents_parquet_without_text_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"a.parquet:2: the field 'text' is null"):
         documents_of(tmp_path)
     with pytest.raises(
-        UserError, match=r"a.parquet: no field 'body' \(the fields are \['text'\]\)"
+        UserError, match=r"a.parquet:1: no field 'body' \(the fields are \['text'\]\)"
     ):
         documents_of(tmp_path, text_field="body")
 

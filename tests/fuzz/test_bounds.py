@@ -29,7 +29,7 @@ import pyarrow.parquet
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 before = peak()
 try:
-    for record in read_records(Path(sys.argv[1]), "text", setting="data.sources", field_setting="data.text_field"):
+    for record in read_records(Path(sys.argv[1]), "text", setting="data.sources"):
         record.values
 except ValueError as error:
     print(error)
@@ -104,7 +104,7 @@ def test_index_of_megatron_that_repeats_its_tokens_is_refused(tmp_path, monkeypa
     (tmp_path / "a.idx").write_bytes(content)
     (tmp_path / "a.bin").write_bytes(np.arange(7, dtype="<i4").tobytes())
     with pytest.raises(UserError, match="a.idx:1: the document .*1,000 bytes"):
-        list(records.read_records(tmp_path / "a.idx", "tokens", setting="x", field_setting="y"))
+        list(records.read_records(tmp_path / "a.idx", "tokens", setting="x"))
 
 
 def test_token_ids_with_a_large_gap_are_refused(tmp_path):

@@ -144,14 +144,12 @@ class Dataset(NamedTuple):
         """URL of fsspec."""
         return f"hf://datasets/{self.repo_id}@{self.revision}/"
 
-    def commit(self) -> str:
-        """The commit of the revision; the same one while a process lives."""
-        is_commit = _COMMIT.fullmatch(self.revision) is not None
-        return self.revision if is_commit else _commit(self.repo_id, self.revision)
-
 
 @functools.cache
 def _commit(repo_id: str, revision: str) -> str:
+    """The commit of a revision of a data set; the same one while a process lives."""
+    if _COMMIT.fullmatch(revision):
+        return revision
     import huggingface_hub
 
     info = huggingface_hub.HfApi().dataset_info(repo_id, revision=revision)
@@ -179,7 +177,7 @@ def dataset_files(name: str, setting: str, *, is_streamed: bool = False) -> list
     import huggingface_hub
 
     try:
-        asked = asked._replace(revision=asked.commit())
+        asked = asked._replace(revision=_commit(asked.repo_id, asked.revision))
         paths = _paths_of(asked)
         if is_streamed:
             return [(path, asked.root + path) for path in paths]
@@ -205,7 +203,7 @@ def pin_advice(names: Iterable[str], setting: str) -> Iterator[str]:
     for name in names:
         if name.startswith(DATASET_PREFIX):
             asked = Dataset.parse(name, setting)
-            if (commit := asked.commit()) != asked.revision:
+            if (commit := _commit(asked.repo_id, asked.revision)) != asked.revision:
                 yield (
                     f"{setting}: {name} is {DATASET_PREFIX}{asked.repo_id}@{commit} now: name this commit to have the"
                     " same files later"

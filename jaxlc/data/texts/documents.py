@@ -522,7 +522,6 @@ def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterato
         fields.document,
         others=fields.others,
         setting=file.setting,
-        field_setting=field_setting,
         lines=file.lines,
     )
     for record in records:

@@ -15,6 +15,7 @@ import functools
 import gzip
 import io
 import itertools
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,20 +64,18 @@ def read_records(
     *,
     others: Sequence[str] | None = (),
     setting: str,
-    field_setting: str,
     lines: tuple[int, int, int] | None = None,
 ) -> Iterator[Record]:
     """Yields the records of a file in order; of columns, only those that `field` needs are read,
-    and `others`.
+    and `others`; all of them if there is no such column.
 
     Args:
       field: dotted name of the field that holds the document; "": there is none.
       others: names of fields that a record need not have; None: all columns.
       setting: that lists the file; named in errors.
-      field_setting: that has the value `field`; named in errors.
       lines: as `SourceFile.lines`.
     Raises:
-      UserError: the file cannot be read, or has no such column.
+      UserError: the file cannot be read.
     """
     with reading(path, setting):
         items = _list_in(path) if path.name.endswith(ARRAY_SUFFIX) else None
@@ -85,7 +84,7 @@ def read_records(
         elif path.name.endswith(MEGATRON_SUFFIX):
             items = _megatron_records(path)
         elif not path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
-            needed = functools.partial(needed_columns, path, field, others, field_setting)
+            needed = functools.partial(needed_columns, path, field, others)
             items = _column_records(path, needed, setting)
         for number, values in _json_records(path, lines) if items is None else enumerate(items, 1):
             where = f"{path}:{number}"
@@ -133,16 +132,14 @@ def field_of(record: Record, field: str, field_setting: str) -> Any:
     for name in field.split("."):
         if not isinstance(value, dict) or name not in value:
             fields = list(value) if isinstance(value, dict) else [type(value).__name__]
-            raise BadRecord(_missing(record.where, field, fields, field_setting))
+            advice = f"set {field_setting} to the field that holds the document"
+            if not _CHATS.isdisjoint(fields):
+                advice += ", or for chats chat_format of a source in config.data.mixture"
+            raise BadRecord(
+                f"{record.where}: no field {field!r} (the fields are {fields}); {advice}"
+            )
         value = value[name]
     return value
-
-
-def _missing(where: str, field: str, fields: Sequence[str], field_setting: str) -> str:
-    advice = f"set {field_setting} to the field that holds the document"
-    if not _CHATS.isdisjoint(fields):
-        advice += ", or for chats chat_format of a source in config.data.mixture"
-    return f"{where}: no field {field!r} (the fields are {fields}); {advice}"
 
 
 def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[tuple[int, Any]]:
@@ -349,13 +346,13 @@ def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[A
 
 
 def needed_columns(
-    path: Path, field: str, others: Sequence[str] | None, field_setting: str, columns: list[str]
+    path: Path, field: str, others: Sequence[str] | None, columns: list[str]
 ) -> list[str]:
     column = field if field in columns else field.partition(".")[0]
-    if field and column not in columns:
-        raise UserError(_missing(str(path), field, columns, field_setting))
-    names = dict.fromkeys([column, *(columns if others is None else others)])
-    needed = [name for name in names if name in columns]
+    names = columns
+    if others is not None and (not field or column in columns):
+        names = [column, *others]
+    needed = [name for name in dict.fromkeys(names) if name in columns]
     _check_unique(path, [name for name in columns if name in needed])
     return needed
 
@@ -380,16 +377,14 @@ def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
     """
     with open(path, "rb") as index:
         header = index.read(34)
-    version = int.from_bytes(header[9:17], "little")
-    code = header[17] if len(header) == 34 else 0
-    if header[:9] != _MEGATRON_MAGIC or version != 1 or code not in _MEGATRON_TYPES:
+    magic, version, code, num_sequences, num_boundaries = struct.unpack(
+        "<9sQBQQ", header.ljust(34, b"\0")
+    )
+    if magic != _MEGATRON_MAGIC or version != 1 or code not in _MEGATRON_TYPES:
         raise UserError(
             f"{str(path)!r} is not an index of Megatron-LM of version 1 with integer tokens; convert it to Parquet"
             " or JSON lines"
         )
-    num_sequences, num_boundaries = (
-        int.from_bytes(header[at : at + 8], "little") for at in (18, 26)
-    )
     try:
         lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
         offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))

@@ -219,16 +219,13 @@ class ChatTemplate:
         where the template raises an error.
         """
         question = dict(role="user", content=_QUESTION)
-        messages = [question, dict(role=ASSISTANT, content=_ANSWER)]
-        try:
-            chat = Chat([*messages, question])
-            return [
-                self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))
-            ]
-        except BadRecord:
+        chat = Chat([question, dict(role=ASSISTANT, content=_ANSWER), question])
+        texts = []
+        for cut in ((2, False), (1, False), (1, True), (3, False)):
+            texts.append("")
             with contextlib.suppress(BadRecord):
-                return [self._text(Chat(messages), 2, False), "", "", ""]
-            return [""] * 4
+                texts[-1] = self._text(chat, *cut)
+        return texts
 
     def _text(
         self, chat: Chat, num_messages: int | None, has_prompt: bool, where: str = "example"
@@ -331,24 +328,16 @@ class ChatTemplate:
         self, text: str, chat: Chat, numbers: Sequence[int], where: str
     ) -> list[tuple[int, int]]:
         roles = [message["role"] for message in chat.messages]
-        begins = (
-            [match.end() for match in re.finditer(re.escape(self._header), text)]
-            if self._header
-            else []
-        )
-        ends = [text.find(self.end_of_turn, begin) + len(self.end_of_turn) for begin in begins]
-        if (
-            len(begins) != roles.count(ASSISTANT)
-            or not self.end_of_turn
-            or any(e < b for b, e in zip(begins, ends))
-        ):
+        found = []
+        if self._header and self.end_of_turn:
+            header, end = map(re.escape, (self._header, self.end_of_turn))
+            found = [x.span(1) for x in re.finditer(f"{header}(.*?{end})", text, re.DOTALL)]
+        if len(found) != roles.count(ASSISTANT):
             raise BadRecord(
                 f"{where}: {self.name} renders a message differently in its prompt and in the chat, and its answers"
                 f" cannot be found by their headers; {_ADVICE}"
             )
-        return [
-            (begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in numbers)
-        ]
+        return [found[roles[:number].count(ASSISTANT)] for number in numbers]
 
     def _render(
         self, chat: Chat, where: str, num_messages: int | None = None, has_prompt: bool = False
