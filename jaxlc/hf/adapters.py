@@ -33,11 +33,8 @@ from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
-# The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the
-# projections that are their columns.
-_EXPERTS = "mlp.experts"
-_EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
-_LAST_PARAM = "down_proj"
+# The module of experts in transformers 5, and the last of its parameters for which peft wraps it.
+_EXPERTS, _LAST_PARAM = "mlp.experts", "down_proj"
 _WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -189,7 +186,7 @@ def read_adapters(
     own = config.lora
     content, files, layouts = _opened(config)
     settings = adapter_settings(config)
-    if _modules_of(own.projections, layouts) == _modules_of(settings["projections"], layouts):
+    if _tensors_of(own.projections, layouts) == _tensors_of(settings["projections"], layouts):
         settings["projections"] = own.projections
     raise_all(
         f"config.lora.{name}={as_argument(vars(own)[name])} contradicts {own.init_from}: use"
@@ -249,8 +246,8 @@ def adapter_settings(config: Config) -> dict[str, Any]:
     content, files, layouts = _opened(config)
     targets = tuple(f".{x}" for x in content.get("target_parameters") or ())
     stored = {name.replace("lora_A.", "") for name in files.tensors}
-    stored |= {name for name in _modules_of(EXPERT_PROJECTIONS, layouts) if name.endswith(targets)}
-    found = (x for x in projection_paths() if set() < _modules_of([x], layouts) <= stored)
+    stored |= {name for name in _tensors_of(EXPERT_PROJECTIONS, layouts) if name.endswith(targets)}
+    found = (x for x in projection_paths() if set() < _tensors_of([x], layouts) <= stored)
     return dict(
         rank=content["r"],
         alpha=float(content["lora_alpha"]),
@@ -275,13 +272,10 @@ def base_note(config: Config) -> str:
     return f", which were trained on {base}: check that its weights are those of {model}"
 
 
-def _modules_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
-    """The names of the modules with adapters of these projections, in the first layer that has
-    them, and of the parameters of experts."""
-    modules = _modules([x for x in projections if x not in EXPERT_PROJECTIONS], layouts)
-    names = {f"{module.names[0]}.weight" for module in modules}
-    experts = (x for x, parts in _EXPERT_PARAMS.items() if not {*parts}.isdisjoint(projections))
-    return names | {f".{_EXPERTS}.{param}" for param in experts}
+def _tensors_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
+    """The names of the tensors of these projections in the first layers that have them."""
+    ends = _endings(projections)
+    return {layout.names[0] for path, layout in layouts.items() if path.endswith(ends)}
 
 
 def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layout]]:
@@ -314,13 +308,15 @@ def _unsupported(config: Config, what: str) -> Unsupported:
 
 
 def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, Layout]:
-    """The layouts of all parameters but adapters, with the names of transformers 5."""
+    """The layouts of all parameters but adapters, with the tensors of transformers 5."""
+
+    def choose(own: Layout, alias: Layout) -> Layout:
+        # Aliases are what transformers saves, but for files with a tensor for each expert.
+        return own if "{expert}" in alias.tensor.name else alias
+
     named = {}
-    for path, layout in layouts_of(family, model).items():
-        # Released files of MiniMax-M2 have another name for routers; the alias is the name in
-        # transformers.
-        name = (layout.tensor.alias or layout.tensor).name
-        tensor = layout.tensor._replace(name=family.with_prefix(name, prefix))
+    for path, layout in layouts_of(family, model, choose).items():
+        tensor = layout.tensor._replace(name=family.with_prefix(layout.tensor.name, prefix))
         named[path] = replace(layout, tensor=tensor)
     return named
 
@@ -361,56 +357,45 @@ def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Mo
     Raises:
       Unsupported: experts have another name, as in Granite 4 and Nemotron 3.
     """
-    with_adapters = _endings(projections)
-    modules = []
-    parts_of_tensor = dict[str, dict[str, Layout]]()
-    parts_of_experts = dict[tuple[str, str], dict[str, Layout]]()  # by stack and parameter
+    parts_of = dict[str, dict[str, Layout]]()  # by the tensor in the first layer, and path
     for path, layout in layouts.items():
-        param = next((x for x in _EXPERT_PARAMS if path.endswith(_endings(_EXPERT_PARAMS[x]))), "")
-        if param and not set(_EXPERT_PARAMS[param]).isdisjoint(projections):
-            parts_of_experts.setdefault((path.rpartition("/")[0], param), {})[path] = layout
-        elif path.endswith(with_adapters):
-            parts_of_tensor.setdefault(layout.names[0], {})[path] = layout
-    for parts in parts_of_tensor.values():
-        first = next(iter(parts.values()))
+        if path.endswith(_endings(projections)):
+            parts_of.setdefault(layout.names[0], {})[path] = layout
+    modules = []
+    for tensor, parts in parts_of.items():
+        path, first = next(iter(parts.items()))
+        is_expert = path.endswith(_endings(EXPERT_PROJECTIONS))
+        names = [name.removesuffix(".weight") for name in dict.fromkeys(first.names)]
+        if is_expert:
+            _, found, param = first.tensor.name.partition(f"{_EXPERTS}.")
+            if not found:
+                raise Unsupported(
+                    f"unsupported: adapters for peft of {first.tensor.name}; export without --adapters"
+                )
+            # peft wraps the module of one parameter in the module of the next one.
+            is_inner = param != _LAST_PARAM and tensor.replace(param, _LAST_PARAM) in parts_of
+            end = f"{_EXPERTS}.{param}"
+            names = [name.removesuffix(f".{param}") + ".base_layer" * is_inner for name in names]
+        else:
+            end = _module(first)
+        by_columns = first.tensor.num_inputs is None
         modules.append(
             _Module(
-                end=_module(first),
-                names=[name.removesuffix(".weight") for name in first.names],
-                columns={
-                    path: np.r_[*part.stored_rows(slice(0, part.part_shape[0]))]
-                    for path, part in parts.items()
-                },
-                num_outputs=first.num_rows or first.part_shape[0],
-            )
-        )
-    for (stack, param), parts in parts_of_experts.items():
-        first = next(iter(parts.values()))
-        stem, found, _ = first.tensor.name.partition(f"{_EXPERTS}.")
-        if not found or first.layers is None:
-            raise Unsupported(
-                f"unsupported: adapters for peft of {first.tensor.name}; export without --adapters"
-            )
-        # peft wraps the module of one parameter in the module of the next one.
-        is_inner = param != _LAST_PARAM and (stack, _LAST_PARAM) in parts_of_experts
-        name = f"{stem}{_EXPERTS}{'.base_layer' if is_inner else ''}"
-        columns = {}
-        num_outputs = 0
-        for path, part in parts.items():
-            columns[path] = num_outputs + np.arange(part.shape[-1])
-            num_outputs += part.shape[-1]
-        if first.tensor.interleaved is not None:
-            columns = {x: np.arange(y.tensor.interleaved, num_outputs, 2) for x, y in parts.items()}
-        modules.append(
-            _Module(
-                end=f"{_EXPERTS}.{param}",
-                names=[name.format(layer=layer) for layer in first.layers],
-                columns={x: y for x, y in columns.items() if x.endswith(with_adapters)},
-                num_outputs=num_outputs,
-                is_expert=True,
+                end=end,
+                names=names,
+                columns={path: _outputs(part) for path, part in parts.items()},
+                num_outputs=first.stored_shape[-1 if by_columns else -2],
+                is_expert=is_expert,
             )
         )
     return modules
+
+
+def _outputs(part: Layout) -> np.ndarray:
+    """The places of the outputs of a projection among those of its module."""
+    if part.tensor.num_inputs is None:
+        return np.r_[part.stored_columns(slice(0, part.shape[-1]))]
+    return np.r_[*part.stored_rows(slice(0, part.part_shape[0]))]
 
 
 def _patterns(config: Config, modules: Sequence[_Module]) -> dict[str, dict[str, float]]:

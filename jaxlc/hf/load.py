@@ -264,7 +264,7 @@ def open_files(
     """
     files = TensorFiles(directory)
     files.tensors = language_tensors(files, family, model)
-    layouts = layouts_of(family, model, files.tensors)
+    layouts = layouts_of(family, model, functools.partial(_as_stored, files.tensors))
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]
         layouts[_HEAD] = dataclasses.replace(
@@ -282,13 +282,15 @@ def shapes_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def layouts_of(
-    family: Family, model: ModelConfig, stored: Mapping[str, StoredTensor] | None = None
+    family: Family,
+    model: ModelConfig,
+    choose: Callable[[Layout, Layout], Layout] = lambda own, other: own,
 ) -> dict[str, Layout]:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary
     padding.
 
     Args:
-      stored: the tensors in the files by name, which may be aliases.
+      choose: returns the layout of a parameter, or that of its alias.
     """
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
     abstract = shapes_of(model)
@@ -310,15 +312,14 @@ def layouts_of(
         )
         for path, layout in own.items():
             groups = family.num_row_groups(layout.tensor, model)
-            layouts[path] = _as_stored(
+            layouts[path] = choose(
                 _part_of_rows(layout, own.values(), groups),
                 _part_of_rows(others[path], others.values(), groups),
-                stored or {},
             )
     return {path: layouts[path] for path in abstract}
 
 
-def _as_stored(layout: Layout, other: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
+def _as_stored(stored: Mapping[str, StoredTensor], layout: Layout, other: Layout) -> Layout:
     """`layout`, or that of its alias if the files have it in the first layer."""
     tensor = stored.get(other.name_at((0,) * len(other.stack_shape)))
     has_other = tensor is not None and (
