@@ -64,7 +64,6 @@ from jaxlc.data.tokens.tokenizers import (
 )
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import BLOCKS, SCALES, Nf4Tensor, TensorFiles, TensorWriter
-from jaxlc.hf.files import DTYPES as FILE_DTYPES
 from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, read_shard, shapes_of
 from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
 
@@ -198,9 +197,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # name -> names in safetensors and in config.json
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
-# precision.frozen -> dtypes of files that it rounds
-_ROUNDED = {"bf16": {"F32", "F16"}, "fp16": {"F32", "BF16"}, "nf4": set(FILE_DTYPES)}
-_ROUNDED["mxfp4"] = _ROUNDED["bf16"]
+# precision.frozen -> the dtype of files that it does not round
+_EXACT = {"bf16": "BF16", "fp16": "F16", "nf4": "", "mxfp4": "BF16"}
 
 
 def export(
@@ -362,8 +360,8 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
             f"note: the run added tokens to {base}, so call base.resize_token_embeddings({size}) before"
             " PeftModel.from_pretrained"
         )
-    dtypes = _stored_dtypes(config, family) if base and frozen in _ROUNDED else set()
-    if not dtypes.isdisjoint(_ROUNDED.get(frozen, ())):
+    dtypes = _stored_dtypes(config, family) if base and frozen in _EXACT else set()
+    if dtypes - {_EXACT.get(frozen)}:
         print_to_stderr(
             f"note: training rounded the frozen weights of {base} to {frozen} (config.precision.frozen): load the"
             f" adapters on the base in {frozen}, or expect results that differ from the merged export"

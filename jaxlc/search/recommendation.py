@@ -116,18 +116,14 @@ _NOT_COMPILED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The result of a search. If nothing fits, also what would fit, by estimates."""
+    """The result of a search."""
 
     base: Config
     gpus: Topology
     search: Search
     # the time was over before one that fits was compiled: the best candidate by the estimates
     estimated: Candidate | None = None
-    longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
-    # the fewest GPUs of this kind for the sequence; None: none that was tried
-    larger: Topology | None = None
-    reason: str = ""  # why no sequence fits
-    fits_with_lora: bool = False
+    advice: Sequence[str] = ()  # what would fit, by estimates, if nothing fits
 
     @property
     def choice(self) -> tuple[Settings, str] | None:
@@ -201,26 +197,8 @@ def recommend(
     if search.best or search.num_left:
         first = None if search.best else search.pending()[0]
         return Recommendation(base=config, gpus=gpus, search=search, estimated=first)
-    ratio = search.working_ratio()
-    rates, shorter = (
-        Rates(gpus, roofline),
-        [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len],
-    )
-    longest = next(iter(shorter[_first_fitting(config, rates, shorter, ratio) :]), None)
-    seq_len = config.data.seq_len
-    larger = (
-        part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), seq_len, ratio)
-    )
-    lora = space.unchecked(config, LORA)
-    return Recommendation(
-        base=config,
-        gpus=gpus,
-        search=search,
-        longest=longest,
-        larger=next(larger, None),
-        reason=_reason(config, rates, lengths(gpus.num_gpus)[-1]) if longest is None else "",
-        fits_with_lora=not config.lora.rank and _may_fit(lora, rates, seq_len, ratio),
-    )
+    advice = [*_nothing_fits(config, Rates(gpus, roofline), search)]
+    return Recommendation(base=config, gpus=gpus, search=search, advice=advice)
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:
@@ -367,7 +345,7 @@ def page(
         name = space.name_of(recommendation.estimated.config)
         return "\n".join([*lines, f"{name}: {_NOT_COMPILED}"])
     if not search.best:
-        return "\n".join([*lines, *_nothing_fits(recommendation)])
+        return "\n".join([*lines, *recommendation.advice])
     chosen = search.best[0][0].config
     if warning := context_warning(chosen.model, chosen.data.seq_len):
         lines.append(f"WARNING: {warning}")
@@ -414,18 +392,27 @@ def _may_use_fp8(config: Config, gpus: Topology) -> bool:
     return True
 
 
-def _nothing_fits(recommendation: Recommendation) -> Iterator[str]:
+def _nothing_fits(config: Config, rates: Rates, search: Search) -> Iterator[str]:
+    """What would fit, by estimates: shorter sequences, more GPUs of this kind, or LoRA."""
+    gpus = rates.gpus
+    seq_len = config.data.seq_len
+    ratio = search.working_ratio()
+    tried = lengths(gpus.num_gpus)
+    shorter = [x for x in tried if x < seq_len]
+    index = _first_fitting(config, rates, shorter, ratio)
     yield "nothing fits. Estimated, not compiled:"
-    if recommendation.longest is None:
-        yield f"  no sequence length fits {recommendation.gpus}: {recommendation.reason}"
+    if index == len(shorter):
+        yield f"  no sequence length fits {gpus}: {_reason(config, rates, tried[-1])}"
     else:
-        yield f"  the longest sequence that fits {recommendation.gpus} has {recommendation.longest:,} tokens"
-    if recommendation.larger is None:
+        yield f"  the longest sequence that fits {gpus} has {shorter[index]:,} tokens"
+    for part in _larger(gpus):
+        if _may_fit(config, Rates(part, rates.roofline), seq_len, ratio):
+            yield f"  {part.num_gpus} GPUs would do: --topology={part}"
+            break
+    else:
         yield "  more GPUs of this kind do not help: no mesh divides model and batch such that the step fits"
-    else:
-        yield f"  {recommendation.larger.num_gpus} GPUs would do: --topology={recommendation.larger}"
-    if recommendation.fits_with_lora:
+    lora = space.unchecked(config, LORA)
+    if not config.lora.rank and _may_fit(lora, rates, seq_len, ratio):
         yield f"  LoRA would fit: {space.overrides(LORA)}"
-    smallest = recommendation.search.smallest
-    if smallest is not None:
+    if (smallest := search.smallest) is not None:
         yield f"  nearest: {smallest['overrides']}, {gib(smallest['device_peak_bytes'])} GiB per GPU, compiled"

@@ -30,49 +30,44 @@ class NotebookDisplay:
 
     def __init__(self):
         self._lines: list[str] = []
-        self._step: tuple[str, float] | None = None  # text, and fraction of the bar
-        self._activities: list[tuple[str, float | None]] = []
+        # The text and the fraction of the current step, and of each activity, innermost last.
+        self._step: list = []
+        self._activities: list[list] = []
         self._handle = None  # created by the first update
         self._last_update_seconds = float("-inf")
 
-    def log(self, text: str) -> None:
-        """Adds a permanent line, below the line of the current step."""
-        self._end_step()
-        self._lines.append(text)
+    def log(self, *texts: str) -> None:
+        """Adds permanent lines, below the line of the current step."""
+        self._lines += [*self._step[:1], *texts]
+        self._step = []
         self._update()
 
     def step(self, text: str, fraction: float) -> None:
         """Replaces the line of the current step."""
-        self._step = text, fraction
+        self._step = [text, fraction]
         self._update(_MIN_SECONDS_BETWEEN_UPDATES)
 
     @contextmanager
     def activity(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Shows `what`; yields a function (done, total) that sets its progress bar."""
-        index = len(self._activities)
-        self._activities.append((what, None))
+        bar: list = [what, None]
+        self._activities.append(bar)
         self._update()
 
         def set_progress(done: int, total: int) -> None:
-            self._activities[index] = what, done / total if total else None
+            bar[1] = done / total if total else None
             self._update(_MIN_SECONDS_BETWEEN_UPDATES)
 
         try:
             yield set_progress
         finally:
-            del self._activities[index:]
+            self._activities.remove(bar)
             self._update()
 
     def close(self) -> None:
         """Shows the final state: the lines and the last step, without progress bars."""
-        self._end_step()
         if self._handle is not None:
-            self._update()
-
-    def _end_step(self) -> None:
-        if self._step is not None:
-            self._lines.append(self._step[0])
-            self._step = None
+            self.log()
 
     def _update(self, min_seconds: float = 0.0) -> None:
         """Shows the current content, unless the last update was less than `min_seconds` ago."""
@@ -82,9 +77,8 @@ class NotebookDisplay:
         if now_seconds - self._last_update_seconds < min_seconds:
             return
         self._last_update_seconds = now_seconds
-        running = [self._step] if self._step is not None else []
         parts = [preformatted("\n".join(self._lines))] if self._lines else []
-        parts += [_with_bar(text, fraction) for text, fraction in (*running, *self._activities)]
+        parts += [_with_bar(*bar) for bar in (self._step, *self._activities) if bar]
         content = {"text/html": "\n".join(parts), "text/plain": "\n".join(self._lines)}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
@@ -227,10 +221,9 @@ class Progress:
         """Progress, and permanent lines before and after: compilation may take minutes, also
         without a terminal.
         """
-        if not self._is_live and self._notebook is None:
-            self.log(f"compiling {what} ...")
-        else:
-            self._append(f"compiling {what} ...")
+        has_bar = self._is_live or self._notebook
+        show = self._append if has_bar else self.log
+        show(f"compiling {what} ...")
         start_seconds = time.perf_counter()
         with self.progress_bar(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
             yield
