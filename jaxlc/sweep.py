@@ -2,8 +2,10 @@
 
 import sys
 
-from jaxlc.cli.planning import sweep_main as main
+from jaxlc.cli import main_of
 from jaxlc.search.ranking import load
+
+main = main_of("sweep")
 
 __all__ = ["load", "main"]
 

@@ -1,16 +1,18 @@
 """The command line: the verbs, by subject. The flags of the verb NAME are the class NameFlags of its
-module, whose docstring begins `jaxlc NAME --help`; NAME_main runs it.
+module, whose docstring begins `jaxlc NAME --help`; run_NAME runs a parsed command, or NAME_main a
+command line.
 
 A module is imported when one of its verbs runs, and imports what needs JAX after the arguments are
 parsed: so `--help` is fast.
 """
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxlc import __version__
 from jaxlc.config import shipped_configs
+from jaxlc.config.command_line import run_main
 from jaxlc.config.other_names import meaning_of
 from jaxlc.core import text
 from jaxlc.core.text import did_you_mean
@@ -67,7 +69,8 @@ def _run(arguments: list[str]) -> int:
         print(help_text())
         return 0
     if arguments[0] == "--version":
-        print(f"jaxlc {__version__}")
+        # An import of the package, which imports this one, is a cycle.
+        print(f"jaxlc {sys.modules['jaxlc'].__version__}")
         return 0
     name = arguments[0]
     if name not in VERBS:
@@ -83,8 +86,11 @@ def main_of(verb: str) -> Callable[[Sequence[str]], int]:
     """The function that runs a verb: it takes the command line, program name first, and returns the
     exit status.
     """
-    module, _ = VERBS[verb]
-    return getattr(importlib.import_module(f"jaxlc.cli.{module}"), f"{verb}_main")
+    module = vars(importlib.import_module(f"jaxlc.cli.{VERBS[verb][0]}"))
+    if own := module.get(f"{verb}_main"):
+        return own
+    flags = module[f"{verb.capitalize()}Flags"]
+    return functools.partial(run_main, module[f"run_{verb}"], flags=flags)
 
 
 def help_text() -> str:

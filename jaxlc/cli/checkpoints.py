@@ -1,6 +1,5 @@
 """The verbs for the stored weights of a run: `checkpoint` and `export`."""
 
-import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Literal
 
 import jaxlc
 from jaxlc.cli.flags import import_jax
-from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.command_line import ParsedCommand, VerbFlags
 from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.values import Above0
@@ -38,7 +37,7 @@ class CheckpointFlags(VerbFlags):
     incomplete: bool = False  # rm: delete what killed runs have left, and what was unreadable
 
 
-def _checkpoint(command: ParsedCommand[CheckpointFlags]) -> int:
+def run_checkpoint(command: ParsedCommand[CheckpointFlags]) -> int:
     actions = {"ls": _list, "verify": _verify, "rm": _remove}
     flags = command.flags
     if flags.action not in actions:
@@ -119,9 +118,6 @@ def _remove(directory: Path, flags: CheckpointFlags) -> int:
     return 0
 
 
-checkpoint_main = functools.partial(run_main, _checkpoint, flags=CheckpointFlags)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportFlags(VerbFlags):
     """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
@@ -134,6 +130,7 @@ class ExportFlags(VerbFlags):
     """
 
     positional = ("workdir", "out")
+    interrupted = "interrupted; nothing was written"
 
     workdir: str  # workdir of the run
     out: str  # directory to write, which must not exist or be empty
@@ -151,7 +148,7 @@ class ExportFlags(VerbFlags):
     public: bool = False  # push_to_hub: a new model is public, instead of private
 
 
-def _export(command: ParsedCommand[ExportFlags]) -> int:
+def run_export(command: ParsedCommand[ExportFlags]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
@@ -162,11 +159,3 @@ def _export(command: ParsedCommand[ExportFlags]) -> int:
             "model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)"
         )
     return 0
-
-
-export_main = functools.partial(
-    run_main,
-    _export,
-    flags=ExportFlags,
-    interrupted="interrupted; nothing was written",
-)

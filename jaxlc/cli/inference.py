@@ -28,7 +28,7 @@ from jaxlc.cli.flags import (
     settings_in,
 )
 from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.schema import EvalSettings, SamplingSettings
 from jaxlc.config.values import Above0, From1, Tokens
 from jaxlc.core.errors import UserError, reason_of
@@ -61,7 +61,7 @@ class GenerateFlags(SamplingFlags):
     chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
 
 
-def _generate(command: ParsedCommand[GenerateFlags]) -> int:
+def run_generate(command: ParsedCommand[GenerateFlags]) -> int:
     flags = command.flags
     if (flags.prompt is None) == (not flags.prompt_file):
         raise UserError("give one prompt: --prompt=TEXT or --prompt_file=FILE")
@@ -101,9 +101,6 @@ def _start_simulated(flags: ModelFlags) -> None:
         jaxlc.start(simulated_devices=flags.simulated_devices)
 
 
-generate_main = functools.partial(run_main, _generate, flags=GenerateFlags)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags(SamplingFlags):
     """usage: jaxlc chat SOURCE [--system=TEXT] [--temperature=T]
@@ -119,7 +116,7 @@ class ChatFlags(SamplingFlags):
     max_context: From1[int] = 32_768
 
 
-def _chat(command: ParsedCommand[ChatFlags]) -> int:
+def run_chat(command: ParsedCommand[ChatFlags]) -> int:
     flags = command.flags
     _start_simulated(flags)
     from jaxlc.generation.generate_text import ChatSession
@@ -173,9 +170,6 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-chat_main = functools.partial(run_main, _chat, flags=ChatFlags)
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvalFlags(ModelFlags, EvalSettings):
     """usage: jaxlc eval SOURCE ... --lengths=TOKENS,TOKENS [--tasks=TASK,TASK]
@@ -185,6 +179,7 @@ class EvalFlags(ModelFlags, EvalSettings):
     """
 
     positional = ("sources",)
+    interrupted = "interrupted; finished predictions are kept, and the same command resumes"
 
     sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
@@ -196,7 +191,7 @@ class EvalFlags(ModelFlags, EvalSettings):
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
 
 
-def _eval(command: ParsedCommand[EvalFlags]) -> int:
+def run_eval(command: ParsedCommand[EvalFlags]) -> int:
     """Evaluates all checkpoints of all sources and draws the figures."""
     flags = command.flags
     if not flags.lengths:
@@ -270,13 +265,6 @@ def _print_figures(paths: Sequence[Path]) -> None:
         print(f"figure {path}")
 
 
-eval_main = functools.partial(
-    run_main,
-    _eval,
-    flags=EvalFlags,
-    interrupted="interrupted; finished predictions are kept, and the same command resumes",
-)
-
 _KEPT = "finished records are kept, and the same command resumes"
 
 
@@ -293,6 +281,7 @@ class LogprobsFlags(ModelFlags):
     """
 
     positional = ("source", "traces", "out")
+    interrupted = f"interrupted; {_KEPT}"
 
     source: str  # workdir of a run, Hugging Face directory, hub id, or a server, such as http://host:8000
     traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
@@ -316,7 +305,7 @@ class LogprobsFlags(ModelFlags):
         return self.source.startswith(("http://", "https://"))
 
 
-def _logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
+def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     flags = command.flags
     _check_server(flags)
     _start_simulated(flags)
@@ -483,11 +472,3 @@ def _num_records(out: Path, header: dict[str, Any]) -> int:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))
     return len(lengths)
-
-
-logprobs_main = functools.partial(
-    run_main,
-    _logprobs,
-    flags=LogprobsFlags,
-    interrupted=f"interrupted; {_KEPT}",
-)

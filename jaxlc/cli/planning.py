@@ -1,6 +1,5 @@
 """The verbs that choose and plan a run without its GPUs: `plan`, `sweep`, `recommend` and `init`."""
 
-import functools
 import itertools
 import math
 import time
@@ -21,7 +20,7 @@ from jaxlc.cli.flags import (
     write_json,
 )
 from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_settings
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.files import base_config, set_model
 from jaxlc.config.frozen import Stage
 from jaxlc.config.models.hub import DATASET_PREFIX
@@ -73,14 +72,9 @@ class PlanFlags(NodeFlags):
     advise: bool = False
 
 
-def plan_main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status."""
-    command_line = " ".join(["jaxlc plan", *argv[1:]])
-    return run_main(lambda command: _plan(command, command_line), argv, flags=PlanFlags)
-
-
-def _plan(command: ParsedCommand[PlanFlags], command_line: str) -> int:
+def run_plan(command: ParsedCommand[PlanFlags]) -> int:
     """Plans every stage, prints the result, and writes the output files."""
+    command_line = " ".join(["jaxlc plan", *command.arguments])
     flags = command.flags
     stages = command.stages
     configs = [stage.config for stage in stages]
@@ -172,6 +166,8 @@ class SweepFlags(TargetFlags):
         jaxlc sweep --config=256k:mini --run --axes=context,tensor
     """
 
+    interrupted = "interrupted; finished points are kept, and the same command resumes"
+
     # mesh axes to vary; the others keep the size of the config
     axes: tuple[str, ...] = (CONTEXT, TENSOR, FSDP)
     # attention strategies to compare, such as ring,hybrid; default: the config's
@@ -189,7 +185,7 @@ class SweepFlags(TargetFlags):
     run: bool = False
 
 
-def _sweep(command: ParsedCommand[SweepFlags]) -> int:
+def run_sweep(command: ParsedCommand[SweepFlags]) -> int:
     """Prints the ranking and writes it to --out; returns the exit status, 1 if no point completed."""
     flags = command.flags
     config = command.config
@@ -307,15 +303,6 @@ def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list
     ]
 
 
-sweep_main = functools.partial(
-    run_main,
-    _sweep,
-    flags=SweepFlags,
-    interrupted="interrupted; finished points are kept, and the same command resumes",
-)
-
-
-_KEPT = "interrupted; compiled steps are kept, and the same command resumes"
 _ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
 
 
@@ -333,6 +320,9 @@ class RecommendFlags(NodeFlags):
     The same command resumes an interrupted search.
     """
 
+    base = base_config
+    interrupted = "interrupted; compiled steps are kept, and the same command resumes"
+
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
@@ -346,7 +336,7 @@ class RecommendFlags(NodeFlags):
     out: str = "recommended.py"  # config file to write
 
 
-def _recommend(command: ParsedCommand[RecommendFlags]) -> int:
+def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     """Prints a recommendation for each stage, and writes the config file if each has one. The file
     of `init` does not depend on the given config, unless the config has stages.
     """
@@ -485,33 +475,6 @@ def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
     return [stage for stage in load_stages(config) if stage.name in names]
 
 
-recommend_main = functools.partial(
-    run_main,
-    _recommend,
-    flags=RecommendFlags,
-    base=base_config,
-    interrupted=_KEPT,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitFlags(RecommendFlags):
-    """usage: jaxlc init --config=RECIPE --model=MODEL --data=PATHS --topology=GPU:DOMAINSxGPUS
-    [--config.SECTION.KEY=VALUE ...]
-
-    Writes a config file for a model, data and GPUs, with a comment on each setting: the settings of
-    the recipe, and mesh, attention strategy, microbatches and memory as `jaxlc recommend` finds
-    them. Without --config, it is a config to train on texts.
-
-        jaxlc init --config=sft_128k --model=Qwen/Qwen3-8B --data=chats.jsonl --topology=h100:1x8
-    """
-
-    model: str | None = None  # a preset, a Hugging Face directory or hub id; also with --config
-    # files, directories or glob patterns, separated by commas; of traces or prompts for a recipe that trains on these
-    data: str = ""
-    out: str = "my_config.py"  # config file to write
-
-
 def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> ConfigDict | None:
     """The recipe with the model and the data of the flags, and the defaults of what the search chooses.
 
@@ -542,10 +505,24 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     return config
 
 
-init_main = functools.partial(
-    run_main,
-    _recommend,
-    flags=InitFlags,
-    base=recipe_config,
-    interrupted=_KEPT,
-)
+@dataclass(frozen=True, kw_only=True)
+class InitFlags(RecommendFlags):
+    """usage: jaxlc init --config=RECIPE --model=MODEL --data=PATHS --topology=GPU:DOMAINSxGPUS
+    [--config.SECTION.KEY=VALUE ...]
+
+    Writes a config file for a model, data and GPUs, with a comment on each setting: the settings of
+    the recipe, and mesh, attention strategy, microbatches and memory as `jaxlc recommend` finds
+    them. Without --config, it is a config to train on texts.
+
+        jaxlc init --config=sft_128k --model=Qwen/Qwen3-8B --data=chats.jsonl --topology=h100:1x8
+    """
+
+    base = recipe_config
+
+    model: str | None = None  # a preset, a Hugging Face directory or hub id; also with --config
+    # files, directories or glob patterns, separated by commas; of traces or prompts for a recipe that trains on these
+    data: str = ""
+    out: str = "my_config.py"  # config file to write
+
+
+run_init = run_recommend

@@ -2,7 +2,6 @@
 what compares its trace with the plan.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,12 +27,15 @@ class TrainFlags(ConfigFlags):
     one.
     """
 
+    interrupted = (
+        "interrupted; the same command resumes from the latest checkpoint, if there is one"
+    )
+
 
 def train_main(argv: Sequence[str]) -> NoReturn:
     """Runs the command line `argv`, program name first, and ends the process."""
     text.outlast()
-    kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
-    peers.exit_process(run_main(train, argv, flags=TrainFlags, interrupted=kept))
+    peers.exit_process(run_main(train, argv, flags=TrainFlags))
 
 
 def train(command: ParsedCommand[TrainFlags]) -> int:
@@ -121,13 +123,14 @@ class DataFlags(ConfigFlags):
 
     positional = ("action",)
     uses_devices = False
+    interrupted = "interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes"
 
     action: str  # report or show
     # show: number of documents, prompts or groups of each source; default: 3
     num: From1[int] | None = None
 
 
-def _data(command: ParsedCommand[DataFlags]) -> int:
+def run_data(command: ParsedCommand[DataFlags]) -> int:
     actions = {"report": _report_data, "show": _show_data}
     action = command.flags.action
     if action not in actions:
@@ -184,14 +187,6 @@ def _print_warnings(warnings: Iterable[str]) -> None:
         print_to_stderr(f"warning: {warning}")
 
 
-data_main = functools.partial(
-    run_main,
-    _data,
-    flags=DataFlags,
-    interrupted="interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes",
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileFlags(VerbFlags):
     """usage: jaxlc profile TRACE [--plan=FILE] [--topology=GPU:DOMAINSxGPUS]
@@ -210,7 +205,7 @@ class ProfileFlags(VerbFlags):
     json: str = ""  # output file for the comparison as JSON
 
 
-def _profile(command: ParsedCommand[ProfileFlags]) -> int:
+def run_profile(command: ParsedCommand[ProfileFlags]) -> int:
     flags = command.flags
     if flags.json:
         check_output_file("json", flags.json)
@@ -229,6 +224,3 @@ def _profile(command: ParsedCommand[ProfileFlags]) -> int:
     if flags.json:
         write_json(flags.json, result.to_json())
     return 0
-
-
-profile_main = functools.partial(run_main, _profile, flags=ProfileFlags)

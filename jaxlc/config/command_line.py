@@ -135,6 +135,7 @@ class VerbFlags:
 
     # strings given without a name; a tuple of them takes the rest
     positional: ClassVar[tuple[str, ...]] = ()
+    interrupted: ClassVar[str] = "interrupted"  # printed after Ctrl-C: what is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,10 @@ class ConfigFlags(VerbFlags):
     """The flags of every verb that takes a config."""
 
     uses_devices: ClassVar[bool] = True  # False: the mesh of the config need not divide its model
+    # Makes the config to start from, of that of --config, or None, and of the values of the flags; None: there is none.
+    base: ClassVar[Callable[[ConfigDict | None, Mapping[str, Any]], ConfigDict | None]] = (
+        lambda config, flags: config
+    )
 
     # name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100,
     # my.py
@@ -164,6 +169,7 @@ class ParsedCommand(Generic[FlagsT]):
     flags: FlagsT
     stages: tuple[Stage, ...] = ()  # one without a name for a config without stages
     workdir: str = ""
+    arguments: Sequence[str] = ()  # the command line, without the name of the program
 
     @property
     def config(self) -> Config:
@@ -178,35 +184,27 @@ class ParsedCommand(Generic[FlagsT]):
         return self.stages[0].config
 
 
-# The config to start from, made of that of --config, or None, and of the values of the flags; None:
-# no config.
-Base = Callable[[ConfigDict | None, Mapping[str, Any]], ConfigDict | None]
-
-
 def run_main(
     main: Callable[[ParsedCommand[Any]], int],
     argv: Sequence[str],
     *,
     flags: type[VerbFlags] = ConfigFlags,
-    base: Base | None = None,
-    interrupted: str = "interrupted",
 ) -> int:
     """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after Ctrl-C.
 
     The error, or the message of the interrupt, is printed as one line on stderr.
 
     Args:
-      flags, base: see `parse`.
-      interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt with a message replaces it.
+      flags: see `parse`.
     """
 
     def run() -> int:
         try:
-            with interrupts.handled(interrupted):
+            with interrupts.handled(flags.interrupted):
                 if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
                     print(help_text(flags, _help_sections(argv[1:], flags)))
                     return 0
-                return main(parse(argv, flags=flags, base=base))
+                return main(parse(argv, flags=flags))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_status
@@ -216,14 +214,11 @@ def run_main(
     return guarded(run)
 
 
-def parse(
-    argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Base | None = None
-) -> ParsedCommand[Any]:
+def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags) -> ParsedCommand[Any]:
     """Reads a command line, program name first.
 
     Args:
       flags: the flags of the verb. A config is read if they are ConfigFlags.
-      base: makes or changes the config by these flags, before overrides of settings are applied.
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
@@ -231,10 +226,9 @@ def parse(
     parsed = flags(**values)
     raise_first(invalid_value(f"--{name}", *problem) for name, *problem in out_of_range(parsed))
     if not isinstance(parsed, ConfigFlags):
-        return ParsedCommand(flags=parsed)
+        return ParsedCommand(flags=parsed, arguments=argv[1:])
     config = read_config(parsed.config) if parsed.config else None
-    if base is not None:
-        config = base(config, vars(parsed))
+    config = type(parsed).base(config, vars(parsed))
     if config is None:
         raise UserError(
             "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are"
@@ -253,9 +247,8 @@ def parse(
         raise UserError(f"unknown --stage={name}: {advice}")
     path, _, variant = parsed.config.partition(":")
     stem = "-".join(filter(None, [Path(path).stem, variant.replace("/", "-")]))
-    return ParsedCommand(
-        flags=parsed, stages=selected, workdir=str(local_path(parsed.workdir or f"runs/{stem}"))
-    )
+    workdir = str(local_path(parsed.workdir or f"runs/{stem}"))
+    return ParsedCommand(flags=parsed, stages=selected, workdir=workdir, arguments=argv[1:])
 
 
 def _values(

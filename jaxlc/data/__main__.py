@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.cli.training import data_main as main
+from jaxlc.cli import main_of
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main_of("data")(sys.argv))

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlc.checkpoints.files import EVALUATIONS_FILE, LOCK_FILE, problem_of
-from jaxlc.cli.checkpoints import checkpoint_main as main
+from jaxlc.cli import main_of
 from jaxlc.core.files import locked
 from tests.checkpoints import test_checkpoint as checkpoints
+
+main = main_of("checkpoint")
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +97,8 @@ def test_remove_deletes_the_named_checkpoints_only(workdir, capsys):
 
 def test_remove_while_a_run_trains_raises(workdir, capsys):
     with locked(workdir / LOCK_FILE, pytest.fail):
-        imports = "from jaxlc.cli.checkpoints import checkpoint_main"
-        code = f"{imports}; checkpoint_main(['', 'rm', {str(workdir)!r}, '--steps=20'])"
+        imports = "from jaxlc.cli import main_of"
+        code = f"{imports}; main_of('checkpoint')(['', 'rm', {str(workdir)!r}, '--steps=20'])"
         removal = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "stop it first" in removal.stderr
     assert (workdir / "checkpoints" / "20").exists()

@@ -71,13 +71,16 @@ def unheard(command):
     print("it goes on", flush=True)
     return 0
 
+class Flags(VerbFlags):
+    interrupted = "what is kept"
+
 interrupts._END_SECONDS = 0.2
 for case in (press, converted, importing, finalizing, ignored, own_message, terminated, hung_up, compiling, unheard):
     if case is unheard:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
     print(case.__name__, flush=True)
     if not os.fork():
-        os._exit(run_main(case, ["jaxlc"], flags=VerbFlags, interrupted="what is kept"))
+        os._exit(run_main(case, ["jaxlc"], flags=Flags))
     print("status", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 press()
 """

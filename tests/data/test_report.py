@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 import jaxlc
-from jaxlc.cli.training import data_main as main
+from jaxlc.cli import main_of
 from jaxlc.config import read_config
 from tests.data.chat_styles import CHATML, write_tokenizer
+
+main = main_of("data")
 
 
 def write_sources(directory: Path) -> list[str]:

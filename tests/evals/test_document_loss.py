@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.inference import eval_main as main
+from jaxlc.cli import main_of
 from jaxlc.config import EvalsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import load_tokenizer
@@ -23,6 +23,8 @@ from jaxlc.evals.document_loss import (
 from jaxlc.evals.predictions import read_scores
 from jaxlc.train import result as loaded_run
 from tests.train import runs
+
+main = main_of("eval")
 
 LENGTH, LIMIT, LAST = 512, 128, 256
 

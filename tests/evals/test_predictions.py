@@ -13,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import jaxlc
-from jaxlc.cli.inference import eval_main as main
+from jaxlc.cli import main_of
 from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.evaluate_run import text_cases
@@ -34,6 +34,8 @@ from jaxlc.evals.predictions import (
 )
 from jaxlc.generation.generate_text import PromptEncoder
 from tests.train import runs
+
+main = main_of("eval")
 
 # (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
 # scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.

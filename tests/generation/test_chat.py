@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.cli.inference import chat_main
+from jaxlc.cli import main_of
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation import generate_text
@@ -15,6 +15,8 @@ from jaxlc.generation.sampling import Sampling, choose_tokens, penalized
 from jaxlc.step.language_model import TrainedModel
 from tests.step.synthetic import HYBRID, small_config, small_step
 from tests.train import runs
+
+chat_main = main_of("chat")
 
 
 @pytest.mark.parametrize(

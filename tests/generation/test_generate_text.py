@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.inference import generate_main as main
+from jaxlc.cli import main_of
 from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text
 from jaxlc.step.step import TrainStep
 from tests.train import runs
+
+main = main_of("generate")
 
 PROMPT = "the first line of the text"
 

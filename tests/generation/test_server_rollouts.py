@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jaxlc.cli.inference import logprobs_main
+from jaxlc.cli import main_of
 from jaxlc.config import Config, load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.encoder import Stops, stops_of
@@ -33,6 +33,8 @@ from jaxlc.step.step import build_step
 from scripts.stand_in_server import StandIn
 from tests import helpers
 from tests.train.runs import finish, rows, start_pair, train, train_elsewhere, write_config
+
+logprobs_main = main_of("logprobs")
 
 REWARD = """
 def reward(prompt, answer, record, tokens):

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import jaxlc
 from jaxlc.checkpoints.pretrained import keep_description, load_pretrained
-from jaxlc.cli.checkpoints import export_main as main
+from jaxlc.cli import main_of
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, language_model_of, settings_of
 from jaxlc.config.models.model_schema import KindConfig, model_from
@@ -45,6 +45,8 @@ from tests.hf.models import (
 )
 from tests.models.plain_rope import with_rope
 from tests.train.runs import save_step_0, write_untrained_run
+
+main = main_of("export")
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 

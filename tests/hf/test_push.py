@@ -15,8 +15,8 @@ from tests.train.runs import write_untrained_run
 # Runs `jaxlc export` for each list of arguments; prints the exit statuses.
 SCRIPT = """
 import json, sys
-from jaxlc.cli.checkpoints import export_main
-print([export_main(["jaxlc export", *call]) for call in json.loads(sys.argv[1])])
+from jaxlc.cli import main_of
+print([main_of("export")(["jaxlc export", *call]) for call in json.loads(sys.argv[1])])
 """
 
 

@@ -20,7 +20,7 @@ import jaxlc
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.cli.inference import logprobs_main
+from jaxlc.cli import main_of
 from jaxlc.config import load, to_dict
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.families import FAMILIES
@@ -43,6 +43,8 @@ from tests.hf.comparison import (
 )
 from tests.hf.models import CASES, write_model
 from tests.tolerances import FLOAT32_PARITY
+
+logprobs_main = main_of("logprobs")
 
 pytestmark = needs_transformers
 # Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.cli import planning
+from jaxlc.cli import main_of, planning
 from jaxlc.config import load
 from tests.plan.gpus import small_config
 
@@ -48,7 +48,7 @@ def test_command_with_invalid_flags_exits_with_status_2(
 ):
     monkeypatch.setattr(planning, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    assert planning.plan_main(argv) == 2
+    assert main_of("plan")(argv) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr
@@ -59,7 +59,7 @@ def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch
     """Those of all tokens, up to the 16 sizes per power of two; the mesh has 4 GPUs."""
     monkeypatch.setattr(planning, "start_on_cpu", lambda: None)
     assert (
-        planning.plan_main(
+        main_of("plan")(
             ["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]
         )
         == 0

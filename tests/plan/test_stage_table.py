@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlc import plan
-from jaxlc.cli import planning
+from jaxlc.cli import main_of, planning
 from tests.plan.sample_plan import plan_of, with_temporaries
 
 CONFIG = """
@@ -33,7 +33,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def _run(arguments: list[str]) -> int:
-    return planning.plan_main(arguments)
+    return main_of("plan")(arguments)
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
-from jaxlc.cli.training import profile_main as main
+from jaxlc.cli import main_of
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
@@ -30,6 +30,8 @@ from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED
 from tests.profile.xspace import Event, profile_data
 from tests.simulate.test_timeline import ATTENTION as KERNELS
+
+main = main_of("profile")
 
 pytestmark = pytest.mark.jax_version
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.cli import planning
+from jaxlc.cli import main_of, planning
 from jaxlc.cli.planning import SweepFlags
-from jaxlc.cli.planning import sweep_main as main
 from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core import processes
 from jaxlc.core import text as progress_lines
@@ -29,6 +28,8 @@ from jaxlc.search.space import Point
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
 from tests.search import fakes
+
+main = main_of("sweep")
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,9 +275,10 @@ def get_config(variant):
 _COMMAND_TWICE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxlc.cli.planning import sweep_main as main
+from jaxlc.cli import main_of
 from jaxlc.search import runner
 from tests.search import fakes
+main = main_of("sweep")
 if __name__ == "__main__":
     runner.local_devices, runner.measure_point = fakes.four_devices, fakes.hangs_at_context_2
     print("status", main(["sweep", *sys.argv[1:]]), flush=True)

@@ -23,7 +23,7 @@ import pytest
 
 import jaxlc
 from jaxlc.checkpoints.files import read_meta
-from jaxlc.cli.inference import logprobs_main
+from jaxlc.cli import main_of
 from jaxlc.config import defaults, with_settings
 from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError
@@ -45,6 +45,8 @@ from tests.train.runs import (
     write_config,
     write_untrained_run,
 )  # fmt: skip
+
+logprobs_main = main_of("logprobs")
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.cli.training import profile_main
+from jaxlc.cli import main_of
 from jaxlc.config import load, read_config
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
@@ -19,6 +19,8 @@ from jaxlc.train.reports.metrics import PendingMetrics
 from tests.step.synthetic import small_config, small_step
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
+
+profile_main = main_of("profile")
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 TEXT = "seven 3 eleven 14 and some other words of a text that is not in the corpus " * 3
