@@ -84,7 +84,12 @@ FIELDS = (  # all that a record of traces may have
 TEACHER = ("teacher_tokens", "teacher_log_probs")
 TEACHER_FIELDS = (*TEACHER, "teacher_tokenizer")
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
-LOG_PROBS = ("sampled_log_probs", "old_log_probs", "reference_log_probs")
+EXPERTS = "experts"  # the array of a batch
+LOG_PROBS = (
+    "old_log_probs",
+    "reference_log_probs",
+    "sampled_log_probs",
+)  # in the order of fingerprints
 _FLOAT32_END = 3.4e38
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
@@ -106,12 +111,9 @@ class Trace:
     has_loss: bool = True
     is_truncated: bool = False
     policy_step: int | None = None
-    # float32 [n] by name, of LOG_PROBS; 0 for tokens that are not in the loss.
-    log_probs: dict[str, np.ndarray] = field(default_factory=dict)
-    # recorded experts, of `loader.experts_dtype` [n]; empty: they are not read
-    experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    # of TEACHER, of each token in the loss: [n, posttrain.teacher_top_k]; empty: they are not read
-    teacher: dict[str, np.ndarray] = field(default_factory=dict)
+    # by name: float32 [n] of LOG_PROBS, 0 for tokens that are not in the loss; [n, posttrain.teacher_top_k] of TEACHER;
+    # EXPERTS, of `loader.experts_dtype` [n]. Those that are read
+    recorded: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,9 +127,7 @@ class Trace:
             tokens=self.tokens[:num_tokens],
             in_loss=self.in_loss[:num_tokens],
             is_truncated=True,
-            log_probs={name: x[:num_tokens] for name, x in self.log_probs.items()},
-            experts=self.experts[:num_tokens],
-            teacher={name: x[:num_tokens] for name, x in self.teacher.items()},
+            recorded={name: x[:num_tokens] for name, x in self.recorded.items()},
         )
 
 
@@ -214,18 +214,26 @@ class TraceReader:
         tokens, in_loss, prompt = self._encoded(values, answer, where, is_sampled)
         tokens = self._checked(tokens, where)
         in_loss[:1] = False  # the first token has no earlier one
-        recorded = {name: values[name] for name in LOG_PROBS if name in values}
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
+        recorded = {
+            name: _log_probs(values[name], name, in_loss, where)
+            for name in LOG_PROBS
+            if name in values
+        }
         if self.experts_of is not None:
-            fields["experts"] = recorded_experts(values, len(tokens), self.experts_of, where)
+            recorded[EXPERTS] = recorded_experts(values, len(tokens), self.experts_of, where)
         if self.teacher_top_k:
-            fields["teacher"] = self._teacher(values, in_loss, where)
+            recorded |= self._teacher(values, in_loss, where)
         return Trace(
-            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(prompt).digest()[:16],
-            is_truncated=bool(values.get("truncated")), **fields,
-            log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
-        )  # fmt: skip
+            where=where,
+            tokens=tokens,
+            in_loss=in_loss,
+            prompt=hashlib.sha256(prompt).digest()[:16],
+            is_truncated=bool(values.get("truncated")),
+            recorded=recorded,
+            **fields,
+        )
 
     def _teacher(
         self, values: Mapping[str, Any], in_loss: np.ndarray, where: str

@@ -391,11 +391,11 @@ def _check_log_probs(
         del advice["sampled_log_probs"]  # metrics use them where they exist
     for name in set(dtypes) & set(advice):
         for trace in traces:
-            if name not in trace.log_probs:
+            if name not in trace.recorded:
                 needs = f"config.posttrain.loss={posttrain.loss!r} needs"
                 raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
     if posttrain.importance_weights and posttrain.old_log_probs == "record":
-        pairs = [(x.log_probs["old_log_probs"], x.log_probs["sampled_log_probs"]) for x in traces]
+        pairs = [(x.recorded["old_log_probs"], x.recorded["sampled_log_probs"]) for x in traces]
         if pairs and all(itertools.starmap(np.array_equal, pairs)):
             raise UserError(
                 f"{traces[0].where}: old_log_probs are the sampler's, since they equal sampled_log_probs of all traces,"

@@ -25,7 +25,7 @@ from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import padding
 from jaxlc.data.sequences.packing import best_fit, epoch_order
-from jaxlc.posttrain.records import Trace
+from jaxlc.posttrain.records import EXPERTS, LOG_PROBS, TEACHER, Trace
 
 _EPSILON = 1e-4  # added to the standard deviation of rewards, as in TRL
 
@@ -82,9 +82,9 @@ def experts_differ(trees: Iterable[Tree]) -> float:
         for trace in node.traces:
             if trace is not node.trace:
                 inputs = node.inputs(trace)
-                differ = trace.experts[inputs] != node.trace.experts[inputs]
+                ours, theirs = (x.recorded[EXPERTS][inputs] for x in (trace, node.trace))
                 num_tokens += len(inputs)
-                num_differ += differ.any((1, 2)).sum()
+                num_differ += (ours != theirs).any((1, 2)).sum()
     return float(num_differ / max(1, num_tokens))
 
 
@@ -265,7 +265,7 @@ def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
     first_other = other.num_prompt_tokens
     tokens = np.concatenate([trace.tokens[:first], other.tokens[first_other:]])
     in_loss = np.concatenate([trace.in_loss[:first], other.in_loss[first_other:]])
-    values = dict(where="", advantage=None, log_probs={}, has_loss=False)
+    values = dict(where="", advantage=None, recorded={}, has_loss=False)
     joined = dataclasses.replace(trace, tokens=tokens, in_loss=in_loss, **values)
     return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
 
@@ -325,7 +325,7 @@ class PackedTraces:
                 targets=node.trace.tokens[targets],
                 positions=np.arange(node.first, node.end),
                 segment_ids=segment,
-                experts=node.trace.experts[span],
+                **_recorded_at(node.trace, span, (EXPERTS,)),
             )
             if depth:
                 arrays["prefix_ids"][at:end, :depth] = segments[:-1]
@@ -333,8 +333,7 @@ class PackedTraces:
                 inputs = node.inputs(trace)
                 inputs = inputs[trace.in_loss[inputs + 1]]
                 places = at + inputs - node.first
-                for name in trace.teacher.keys() & arrays.keys():
-                    arrays[name][places] = trace.teacher[name][inputs + 1]
+                _write(arrays, places, **_recorded_at(trace, inputs + 1, TEACHER))
                 loss = self._loss(trace, inputs + 1)
                 if "loss_tokens" in arrays:
                     leaf = leaves.setdefault(id(trace), len(leaves) + 1)
@@ -355,9 +354,15 @@ class PackedTraces:
             loss_weights=trace.has_loss,
             answer_weights=1 / trace.in_loss.sum(),
             advantages=trace.advantage or 0.0,
-            **dict(sampled_log_probs=np.nan)
-            | {name: x[targets] for name, x in trace.log_probs.items()},
+            **dict(sampled_log_probs=np.nan) | _recorded_at(trace, targets, LOG_PROBS),
         )
+
+
+def _recorded_at(
+    trace: Trace, places: slice | np.ndarray, names: Iterable[str]
+) -> dict[str, np.ndarray]:
+    """Those of the recorded arrays that the trace has, at some of its tokens."""
+    return {name: trace.recorded[name][places] for name in names if name in trace.recorded}
 
 
 def _write(
@@ -447,16 +452,10 @@ def fingerprint(
             trace.reward,
             trace.advantage,
             trace.is_truncated,
-            sorted(trace.log_probs),
+            [name for name in LOG_PROBS if name in trace.recorded],
             *([] if trace.trajectory is None else [trace.trajectory]),
         )
         digest.update(repr(fields).encode())
-        for array in (
-            trace.tokens,
-            trace.in_loss,
-            *(trace.log_probs[name] for name in sorted(trace.log_probs)),
-            trace.experts,
-            *trace.teacher.values(),
-        ):
+        for array in (trace.tokens, trace.in_loss, *trace.recorded.values()):
             digest.update(array.tobytes())
     return digest.hexdigest()

@@ -722,7 +722,7 @@ def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
     assert (row["experts"][7:] == 255).all()
     # of 4 tokens, 2 have no record in the second answer, and one has other experts
     assert traces.rewards["experts_differ"] == 3 / 4
-    assert traces.traces[0].cut(3).experts.shape == (3, 2, 2)
+    assert traces.traces[0].cut(3).recorded["experts"].shape == (3, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_teacher_fills_the_fields_that_files_have(standin, tmp_path, changed, wo
         rows = [standin.candidates(ids, i, 3) for i in np.flatnonzero(mask).tolist()]
         best = [sorted(row, key=lambda x: row[x]["rank"])[:3] for row in rows]
         expected = [[row[x]["logprob"] for x in top] for row, top in zip(rows, best)]
-        tokens, log_probs = (trace.teacher[f"teacher_{x}"][mask] for x in ("tokens", "log_probs"))
+        tokens, log_probs = (trace.recorded[f"teacher_{x}"][mask] for x in ("tokens", "log_probs"))
         np.testing.assert_array_equal(tokens, np.array(best, int))
         np.testing.assert_array_equal(log_probs, np.float32(expected))
 
@@ -164,8 +164,8 @@ def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_pa
         rows = [standin.candidates(ids, i, 3) for i in places]
         own = [row[str(ids[i])]["logprob"] for row, i in zip(rows, places)]
         best = [sorted(row, key=lambda x: row[x]["rank"])[:3] for row in rows]
-        np.testing.assert_array_equal(trace.teacher["teacher_tokens"][places], np.array(best, int))
-        recorded = trace.log_probs["reference_log_probs"][places]
+        np.testing.assert_array_equal(trace.recorded["teacher_tokens"][places], np.array(best, int))
+        recorded = trace.recorded["reference_log_probs"][places]
         np.testing.assert_array_equal(recorded, np.float32(own))
     # a run that is killed while it writes the second record asks for each of the others once
     whole, lines = out.read_bytes(), out.read_bytes().splitlines(keepends=True)

@@ -18,7 +18,7 @@ from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.posttrain.losses import PolicySums, denominator, means, over_microbatches, policy_sums
-from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
+from jaxlc.posttrain.records import CHOSEN, EXPERTS, REJECTED, Trace
 from jaxlc.posttrain.trees import PackedTraces, labeled_steps, trees_of
 from jaxlc.step.batch import Batch, at_loss_tokens, loss_rows
 from jaxlc.step.loss import LossSpec, sums_and_losses
@@ -61,13 +61,13 @@ def traces(loss: str) -> list[list[Trace]]:
                     where="test",
                     tokens=tokens,
                     in_loss=in_loss,
-                    teacher=teacher_of(tokens, in_loss),
                     prompt=prompt.tobytes(),
                     advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
-                    log_probs={
+                    recorded={
                         name: (in_loss * -source.uniform(3, 5, len(tokens))).astype(np.float32)
                         for name, source in names.items()
-                    },
+                    }
+                    | teacher_of(tokens, in_loss),
                 )
             )
         groups.append(group)
@@ -111,13 +111,15 @@ def branching(loss: str = "", num_groups=2) -> list[list[Trace]]:
                 Trace(
                     where="test",
                     tokens=tokens.astype(np.int32),
-                    experts=np.array(experts),
                     in_loss=in_loss,
-                    teacher=teacher_of(tokens, in_loss),
                     prompt=b"",
                     advantage=advantage,
                     is_truncated=index == 2,
-                    log_probs=dict(zip(names, values.astype(np.float32))),
+                    recorded={
+                        **dict(zip(names, values.astype(np.float32))),
+                        EXPERTS: np.array(experts),
+                        **teacher_of(tokens, in_loss),
+                    },
                 )
             )
         groups.append(group)
@@ -322,7 +324,7 @@ def test_teacher_of_deep_trees_is_that_of_each_trace():
             got[history, values] = got.get((history, values), 0) + weights[place]
     for trace in sum(branching(), []):
         for i in np.flatnonzero(trace.in_loss).tolist():
-            values = tuple(trace.teacher[name][i].tobytes() for name in names)
+            values = tuple(trace.recorded[name][i].tobytes() for name in names)
             key = tuple(trace.tokens[: i + 1].tolist()), values
             expected[key] = expected.get(key, 0) + 1
     assert got == expected and max(got.values()) > 2
@@ -429,7 +431,7 @@ def labeled_results(params=None, *, accumulation: int, shares: bool, **mesh):
         mesh=mesh,
     )
     labeled = [
-        dataclasses.replace(trace, advantage=(CHOSEN, REJECTED)[number % 2], log_probs={})
+        dataclasses.replace(trace, advantage=(CHOSEN, REJECTED)[number % 2], recorded={})
         for number, trace in enumerate(sum(traces("policy"), []))
     ]
     seq_len = config.data.seq_len
@@ -596,7 +598,7 @@ def test_shared_tokens_may_count_once():
             history = tuple(trace.tokens[: i + 1].tolist())
             new, old = (
                 np.random.default_rng(history).uniform(-4, -2),
-                trace.log_probs["old_log_probs"][i],
+                trace.recorded["old_log_probs"][i],
             )
             ratio, advantage = np.exp(new - old), np.float32(trace.advantage)
             gain = min(ratio * advantage, np.clip(ratio, 0.9, 1.2) * advantage)

@@ -145,7 +145,7 @@ def test_teacher_candidates_are_those_of_the_model(scored, tmp_path):
     logits = trained.model.logits(trace.tokens)[:-1]
     best = np.argsort(-logits, axis=1)[:, :5]
     expected = np.where(trace.in_loss[1:, None], best, -1)
-    np.testing.assert_array_equal(trace.teacher["teacher_tokens"][1:], expected)
+    np.testing.assert_array_equal(trace.recorded["teacher_tokens"][1:], expected)
     step = replace(trained.train_step, config=config)
     batch = jax.tree.map(lambda x: x[0], make_batch(step, [traces.train[0]]))
     losses = jax.jit(step.objective.token_losses)(trained.params, batch)
