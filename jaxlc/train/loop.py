@@ -370,7 +370,8 @@ def _train(
     due = actions if start.step == 0 else [x for x in actions if x.at_resume]
     position = run_due(due, start)
     if start.step and run.callbacks.stop_requested:
-        return position, Stop.DONE
+        others = [x for x in due if not x.is_due(start.step, None)]
+        return run_due(others, position, Stop.DONE), Stop.DONE
     reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
     # another program may take any time to make them
     has_deadline = stage.config.rollouts.source not in ("files", "server")
@@ -416,12 +417,7 @@ def _train(
             position = run_due(saves, replace(position, rows=reports.rows), stop)
             profiled_step.stop(step, position.state)
             reports.write()
-            if run.callbacks.stop_requested and stop is not Stop.DONE:
-                stop = Stop.DONE
-                reports.fetch_last(step)
-                position = run_due(saves, replace(position, rows=reports.rows), stop)
-                reports.write()
-            position = run_due(actions, position, stop)
+            position, stop = _run_actions(run, reports, position, stop)
             if stop is not None:
                 return position, stop
         if (stop := guard.stop()) is not None:  # while the run waited for rollouts
@@ -429,6 +425,33 @@ def _train(
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"
     )
+
+
+def _run_actions(
+    run: StageRun, reports: StepReports, position: Position, stop: Stop | None
+) -> tuple[Position, Stop | None]:
+    """Runs the actions that are due after a step; returns why the run ends there, if it does.
+
+    A callback, or an evaluation among the actions, may end it. The step is saved then, and all
+    actions of a last step run.
+    """
+    actions = run.actions
+    if run.callbacks.stop_requested and stop is not Stop.DONE:
+        position, stop = _save_last(run, reports, position), Stop.DONE
+    position = run_due(actions, position, stop)
+    if run.callbacks.stop_requested and stop is None:
+        position, stop = _save_last(run, reports, position), Stop.DONE
+        others = [x for x in actions if not x.is_due(position.step, None)]
+        position = run_due(others, position, stop)
+    return position, stop
+
+
+def _save_last(run: StageRun, reports: StepReports, position: Position) -> Position:
+    """Saves and reports a step that has become the last one of the run."""
+    reports.fetch_last(position.step)
+    position = run_due(run.saves, replace(position, rows=reports.rows), Stop.DONE)
+    reports.write()
+    return position
 
 
 def _make_progress() -> Progress:

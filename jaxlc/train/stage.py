@@ -125,6 +125,8 @@ class StageRun(Outputs):
         maker = self.stage.rollout_maker
         sequences = self.stage.source.train
         step = position.step + 1
+        if self.callbacks.stop_requested:
+            return position
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.progress_bar("making rollouts"):
                 maker(position.state.params, step, sequences.path(step))

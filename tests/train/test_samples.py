@@ -20,6 +20,7 @@ from jaxlc.models.contract import layout_for
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
+from jaxlc.train import Callback
 from jaxlc.train.loop import run
 from jaxlc.train.reports.metrics import WandbWriter
 from tests.step.synthetic import lowered_decoding, small_config, small_step
@@ -193,17 +194,34 @@ def test_settings_of_samples_without_effect_raise(config, train, problem):
         jaxlc.config.load(config(**train))
 
 
+class _Fails(Callback):
+    """Ends a run at an evaluation with an error, as a kill would."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_evaluation(self, step, evaluation):
+        if step == self.step:
+            raise KeyError("killed")
+
+
 def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path, capsys):
-    settings = config(early_stop_evals=2, eval_every_steps=1, eval_sequences=2)
-    settings.train.update(steps=6, checkpoint_every_steps=0)
+    """At the step of the evaluation, also after a kill between it and the checkpoint."""
+    settings = config(early_stop_evals=2, eval_every_steps=2, eval_sequences=2)
+    settings.train.update(steps=9, checkpoint_every_steps=0)
     settings.optimizer.learning_rate = 3.0  # the loss rises
     result = run(settings, tmp_path)
     found = [row["eval_loss"] for row in runs.rows(tmp_path) if "eval_loss" in row][1:]
-    assert result.exit_status == 0 and result.step < 6
+    assert result.exit_status == 0 and result.step == 2 * len(found) < 9
     assert min(found) < min(found[-2:])
     again = run(settings, tmp_path)
     assert again.step == result.step and again.evaluation.loss == result.evaluation.loss
     assert "increase it, or set it to 0" in capsys.readouterr().out
+    settings.train.checkpoint_every_steps = 2
+    with pytest.raises(KeyError):
+        run(settings, tmp_path / "killed", callbacks=[_Fails(result.step)])
+    resumed = run(settings, tmp_path / "killed")
+    assert (resumed.step, resumed.evaluation.loss) == (result.step, result.evaluation.loss)
 
 
 def test_wandb_gets_a_table_of_texts(tmp_path, monkeypatch):
