@@ -13,7 +13,7 @@ from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.values import Above0
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
-from jaxlc.core.text import aligned, did_you_mean, progress_lines
+from jaxlc.core.text import aligned, progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CheckpointFlags(VerbFlags):
 
     positional = ("action", "workdir")
 
-    action: str  # ls, verify or rm
+    action: Literal["ls", "verify", "rm"]  # ls, verify or rm
     workdir: str  # workdir of the run
     steps: tuple[int, ...] = ()  # verify, rm: steps of the checkpoints; default of verify: all
     incomplete: bool = False  # rm: delete what killed runs have left, and what was unreadable
@@ -40,8 +40,6 @@ class CheckpointFlags(VerbFlags):
 def run_checkpoint(command: ParsedCommand[CheckpointFlags]) -> int:
     actions = {"ls": _list, "verify": _verify, "rm": _remove}
     flags = command.flags
-    if flags.action not in actions:
-        raise UserError(f"unknown command {flags.action!r}: {did_you_mean(flags.action, actions)}")
     if flags.action == "ls" and flags.steps:
         raise UserError("--steps has no effect on ls: remove it")
     if flags.action != "rm" and flags.incomplete:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from jaxlc.cli.flags import check_output_file, import_jax, write_json
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, VerbFlags, run_main
@@ -15,7 +15,7 @@ from jaxlc.config.values import From1
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing
-from jaxlc.core.text import did_you_mean, print_to_stderr
+from jaxlc.core.text import print_to_stderr
 from jaxlc.runtime import peers
 
 
@@ -90,15 +90,10 @@ class PreflightFlags(ConfigFlags):
 
 def preflight_main(argv: Sequence[str]) -> NoReturn:
     """Runs the command line `argv`, program name first, and ends the process."""
-    peers.exit_process(preflight(argv))
+    peers.exit_process(run_main(run_preflight, argv, flags=PreflightFlags))
 
 
-def preflight(argv: Sequence[str]) -> int:
-    """`preflight_main` without the end of the process; returns the exit status."""
-    return run_main(_preflight, argv, flags=PreflightFlags)
-
-
-def _preflight(command: ParsedCommand[PreflightFlags]) -> int:
+def run_preflight(command: ParsedCommand[PreflightFlags]) -> int:
     import_jax()
     from jaxlc.preflight.check import check
 
@@ -125,17 +120,13 @@ class DataFlags(ConfigFlags):
     uses_devices = False
     interrupted = "interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes"
 
-    action: str  # report or show
+    action: Literal["report", "show"]  # report or show
     # show: number of documents, prompts or groups of each source; default: 3
     num: From1[int] | None = None
 
 
 def run_data(command: ParsedCommand[DataFlags]) -> int:
-    actions = {"report": _report_data, "show": _show_data}
-    action = command.flags.action
-    if action not in actions:
-        raise UserError(f"unknown command {action!r}: {did_you_mean(action, actions)}")
-    return actions[action](command)
+    return (_report_data if command.flags.action == "report" else _show_data)(command)
 
 
 def _show_data(command: ParsedCommand[DataFlags]) -> int:

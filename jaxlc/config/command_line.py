@@ -313,7 +313,12 @@ def _add_positional(
             )
         is_tuple = typing.get_origin(hints[name]) is tuple
         if is_tuple or name not in values:
-            values[name] = (*values.get(name, ()), word) if is_tuple else word
+            value = (
+                (*values.get(name, ()), word)
+                if is_tuple
+                else typed(name.upper(), word, hints[name])
+            )
+            values[name] = value
             return
     takes_config = issubclass(flags, ConfigFlags)
     name = word.partition("=")[0]

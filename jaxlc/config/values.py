@@ -30,7 +30,7 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
     """The error for a value: "invalid value VALUE for config.PATH: expected ... (did you mean X?)".
 
     Args:
-      path: of a setting; or a flag, such as "--step".
+      path: of a setting; or a flag, such as "--step", or an argument, such as "ACTION".
       names: the valid values, if they are strings; the nearest one is suggested.
     """
     question = ""
@@ -41,7 +41,7 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
         question = suggestion(value, names, cutoff=0.7)
     problem = (
         f"invalid {path}={value}"
-        if path.startswith("--")
+        if path.startswith("--") or path.isupper()
         else f"invalid value {value!r} for config.{path}"
     )
     return f"{problem}: expected {expected}{question}"

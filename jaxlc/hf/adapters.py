@@ -209,11 +209,11 @@ def read_adapters(
         abstract=abstract, read=lambda paths: {path: places[path] for path in paths}
     )
     values = np.zeros(ends[-1], np.float32)
-    table = dict(_tensors(config, params, modules, {}))
-    unread = files.tensors.keys() - {name.removeprefix(_PREFIX) for name in table}
-    problems = [f"{name} has no projection" for name in unread]
-    for full_name, where in table.items():
-        name, is_a = full_name.removeprefix(_PREFIX), "lora_A" in full_name
+    tensors = _tensors(config, params, modules, {})
+    table = {name.removeprefix(_PREFIX): where for name, where in tensors}
+    problems = [f"{name} has no projection" for name in files.tensors.keys() - table.keys()]
+    for name, where in table.items():
+        is_a = "lora_A" in name
         stored = files.read(name) if name in files.tensors else np.empty((0, 0))
         stored, where = (stored, where) if is_a else (stored.T, where.T)
         num_experts = config.model.experts.num_experts if f".{_EXPERTS}." in name else 1

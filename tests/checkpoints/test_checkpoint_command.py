@@ -107,7 +107,7 @@ def test_remove_while_a_run_trains_raises(workdir, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["lst", "RUN"], "unknown command 'lst'"),
+        (["lst", "RUN"], "invalid ACTION=lst: expected one of 'ls', 'verify', 'rm'"),
         (["ls", "RUN", "--steps=10"], "--steps has no effect on ls"),
         (["verify", "RUN", "--incomplete"], "--incomplete has no effect on verify"),
         (["rm", "RUN"], "nothing to delete"),

@@ -60,7 +60,10 @@ def test_data_report_without_mixture_and_with_wrong_command(tmp_path: Path, caps
     )
     assert "data.sources    100.00%" in capsys.readouterr().out
     assert main(["jaxlc data", "repport", "--config=quickstart"]) == 2
-    assert "unknown command 'repport': did you mean report?" in capsys.readouterr().err
+    assert (
+        "invalid ACTION=repport: expected one of 'report', 'show' (did you mean report?)"
+        in capsys.readouterr().err
+    )
 
 
 def show(directory: Path, *arguments: str) -> int:

@@ -4,14 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxlc.cli.training import preflight
+from jaxlc.cli.training import PreflightFlags, run_preflight
+from jaxlc.config.command_line import run_main
 from tests import environment
 from tests.helpers import TIMEOUT_SECONDS, free_port
 
 ROOT = Path(__file__).parents[2]
 _WITH_FAULTS = """
 import sys, types, time
-from jaxlc.cli.training import preflight
+from jaxlc.cli.training import PreflightFlags, run_preflight
+from jaxlc.config.command_line import run_main
 from jaxlc.preflight import check, findings
 from jaxlc.runtime import peers
 from jaxlc.train import stragglers
@@ -30,7 +32,7 @@ if "--config.runtime.process_id=1" in sys.argv:
         return times
 
     stragglers.device_times = slow_times
-peers.exit_process(preflight(sys.argv))
+peers.exit_process(run_main(run_preflight, sys.argv, flags=PreflightFlags))
 """
 _FAULTS = (
     "the version of NCCL differs: not found on process 0 on {host}; 2.18.1 on process 1 on {host}",
@@ -42,7 +44,8 @@ _FAULTS = (
 
 
 def test_preflight_of_one_process_finds_no_problem(tmp_path, capsys):
-    assert preflight(["jaxlc preflight", "--config=quickstart", f"--workdir={tmp_path}"]) == 0
+    argv = ["jaxlc preflight", "--config=quickstart", f"--workdir={tmp_path}"]
+    assert run_main(run_preflight, argv, flags=PreflightFlags) == 0
     output = capsys.readouterr().out
     assert (
         "preflight: no problem found" in output and "to host GB/s" in output and "jaxlib" in output

@@ -383,18 +383,11 @@ def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
         if isinstance(function, dict) and "name" in function
     ]
     missing = dict.fromkeys([] if all(name in text for name in names) else ["tools"])
-    squeezed = ""
-    at = 0
+    squeezed = _squeezed(text)
     for message in chat.messages:
         for field, part in _parts(message):
-            found = text.find(part, at)  # messages are in order
-            if found >= 0:
-                at = found
-                continue
-            squeezed = squeezed or _squeezed(text)
-            if not any(
-                _squeezed(x) in squeezed for x in (part, json.dumps(part, ensure_ascii=False)[1:-1])
-            ):
+            forms = part, json.dumps(part, ensure_ascii=False)[1:-1]
+            if not any(_squeezed(form) in squeezed for form in forms):
                 missing[f"{field} of {message['role']}"] = None
     return tuple(missing)
 

@@ -133,19 +133,15 @@ def _sentencepiece_cuts(
         "invert": False,
     }
     scheme = None  # the scheme of a Metaspace pre-tokenizer
-    if (
-        len(stages) == 1
-        and stages[0].get("type") == "Metaspace"
-        and stages[0]["replacement"] == _UNDERSCORE
-    ):
-        scheme = stages[0]["prepend_scheme"]
-        is_known = normalizers in ([], [{}])
-    else:
-        is_known = stages in ([{}], [no_effect]) and normalizers in (
-            [replace],
-            [prepend, replace],
-            [replace, prepend],
-        )
+    match stages:
+        case [{"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}]:
+            is_known = normalizers in ([], [{}])
+        case _:
+            is_known = stages in ([{}], [no_effect]) and normalizers in (
+                [replace],
+                [prepend, replace],
+                [replace, prepend],
+            )
     depends_on_ends = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if not is_known or depends_on_ends or model.get("ignore_merges"):
         return None
