@@ -10,13 +10,13 @@ import resource
 
 import pytest
 
-from tests.environment import CACHE, FAST_COMPILATION, FAST_START
+from tests.environment import CACHE, FAST_COMPILATION, FAST_START, WITHOUT_ASSEMBLER
 
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} {FAST_COMPILATION}"
-os.environ.update(CACHE | FAST_START)
+os.environ.update(CACHE | FAST_START | WITHOUT_ASSEMBLER)
 
 # Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is
 # garbage collection. Garbage is collected before each test.
@@ -70,6 +70,14 @@ def _no_cache_for_absent_gpus(request: pytest.FixtureRequest):
     from jaxlc.runtime import compilation_cache
 
     with compilation_cache.disabled():
+        yield
+
+
+@pytest.fixture
+def ptxas():
+    """GPU kernels are assembled: NVIDIA's assembler rejects what a GPU cannot run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLC_ASSEMBLE", "1")
         yield
 
 

@@ -6,7 +6,10 @@ Imported before JAX.
 
 import importlib.metadata
 import os
+import shutil
 from pathlib import Path
+
+_IS_JAX_0_10 = importlib.metadata.version("jax").startswith("0.10.")
 
 # In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its
 # version and the program.
@@ -32,8 +35,18 @@ FAST_COMPILATION = " ".join([
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
-    *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jax").startswith("0.10.") else []),
+    *(["--xla_cpu_use_fusion_emitters=false"] if _IS_JAX_0_10 else []),
 ])  # fmt: skip
+
+# Nothing reads the machine code of programs for absent GPUs: tests/bin/ptxas writes empty files in place of NVIDIA's
+# assembler, which takes a third of the CPU time of these compilations. The assembler runs if JAXLC_ASSEMBLE is set, as
+# in tests of the kernels of the package. JAX 0.12 compiles some products only with the assembler. Processes that tests
+# start inherit JAXLC_PTXAS, its path.
+_PTXAS = os.environ.get("JAXLC_PTXAS") or shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+WITHOUT_ASSEMBLER = {
+    "JAXLC_PTXAS": _PTXAS,
+    "PATH": os.pathsep.join([str(_ROOT / "tests" / "bin"), os.environ["PATH"]]),
+} if _IS_JAX_0_10 else {}  # fmt: skip
 
 
 def for_user(**variables: str) -> dict[str, str]:

@@ -221,7 +221,7 @@ def test_notebook_at_full_length_runs_without_error_and_stderr(path, tmp_path):
     users_variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))
     }
-    users_variables["PYTHONPATH"] = str(ROOT)
+    users_variables |= {"PYTHONPATH": str(ROOT), "JAXLC_ASSEMBLE": "1"}
     check_run(path, tmp_path / "notebooks", {}, users_variables)
 
 

@@ -182,6 +182,7 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
 
 
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
 def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
     """In an empty directory, with a shipped config, and without the variables of the tests."""
     arguments = [

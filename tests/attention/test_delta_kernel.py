@@ -208,6 +208,7 @@ def _figures(uses_kernel: bool, num_tokens: int) -> tuple[int, int, int]:
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
 def test_kernels_need_a_fifth_of_the_launches_and_bytes(monkeypatch):
     monkeypatch.undo()
     launches, num_bytes, _ = zip(*(_figures(x, 4096) for x in (True, False)))

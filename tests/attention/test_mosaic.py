@@ -299,6 +299,7 @@ needs_tokamax = pytest.mark.skipif(
 
 @needs_tokamax
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
 @pytest.mark.parametrize("gpu", HEAD_DIMS)
 def test_mosaic_compiles_for_absent_gpus(gpu):
     """In a process of its own: jaxlib compiles Mosaic kernels for one GPU generation per process."""

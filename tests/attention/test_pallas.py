@@ -216,6 +216,7 @@ def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
 
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
 @pytest.mark.parametrize(
     ("gpu", "head_dim"),
     [

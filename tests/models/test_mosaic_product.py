@@ -156,6 +156,7 @@ def test_operands_of_2_to_the_31_elements_raise(stand_in):
 
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
 def test_mosaic_kernels_compile_for_hopper_and_their_flops_are_those_of_the_rows():
     """A product, and the gradients of x and w."""
     num_experts, blocks, rows, depth, width = 8, 12, 64, 128, 192
