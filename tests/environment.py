@@ -20,13 +20,15 @@ CACHE = {
 }
 
 # Processes that tests start collect no garbage (tests/site), and JAX writes no Python frames into programs: together a
-# fifth of the CPU time of a run of a few steps. The commands of the documentation (tests/test_documentation.py) and of
-# the installed package (tests/test_package.py) collect garbage as those of users do.
+# fifth of the CPU time of a run of a few steps. The first process stores the compiled modules of the package, half a
+# CPU second for each of the others. The commands of the documentation (tests/test_documentation.py) and of the
+# installed package (tests/test_package.py) collect garbage as those of users do.
 _ROOT = Path(__file__).parents[1]
 _PYTHONPATH = [os.environ.get("PYTHONPATH"), str(_ROOT), str(_ROOT / "tests" / "site")]
 FAST_START = {
     "PYTHONPATH": os.pathsep.join(filter(None, _PYTHONPATH)),
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 
 # Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
