@@ -169,13 +169,15 @@ def read_json_file(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in the lines of a file that a program of jaxlc has written.
+    """The objects in the lines of a file that a program of jaxlc has written; none without the file.
+    A last line without its end is skipped: it is truncated.
 
     Raises:
       UserError: a line is not a JSON object; the message names it.
     """
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             rows.append(parse_json(line))
             problem = "" if isinstance(rows[-1], dict) else "it is not an object"

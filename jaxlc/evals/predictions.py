@@ -69,7 +69,7 @@ def read_scores(directory: Path) -> list[ScoreRow]:
       UserError: the file is damaged.
     """
     path = directory / SCORES_FILE
-    rows = read_json_lines(path) if path.exists() else []
+    rows = read_json_lines(path)
     try:
         for row in rows:
             row["standard_error"] = (

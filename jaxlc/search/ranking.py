@@ -343,12 +343,11 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
       UserError: another line is not a JSON object.
     """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if complete != content:
-        path.write_bytes(complete)
+    if path.exists():
+        content = path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            path.write_bytes(complete)
     return read_json_lines(path)
 
 

@@ -42,7 +42,7 @@ import numpy as np
 
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import parse_json, replacing
+from jaxlc.core.files import read_json_lines, replacing
 from jaxlc.runtime import watchdog
 from jaxlc.step.step import StepMetrics
 
@@ -475,21 +475,13 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises:
       UserError: another line is not a JSON object with a step.
     """
-    lines = Path(path).read_text(errors="replace").split("\n") if Path(path).exists() else [""]
-    return [
-        _parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)
-    ]
-
-
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = parse_json(line)
-        row["step"] + 0
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{where} is not a metrics row ({line[:40]!r}): remove that line"
-        ) from error
-    return row
+    rows = read_json_lines(Path(path))
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise UserError(
+                f"line {number} of {path} is not a metrics row ({str(row)[:40]}): remove that line"
+            )
+    return rows
 
 
 def _line(row: Row) -> str:
