@@ -95,11 +95,10 @@ SHORTER = {
     },
     "hybrid": {
         "STEPS = 32, 128, 16, 500": "STEPS = 32, 128, 4, 3",
-        # The hybrid has recurrent layers, too. Equal models share compiled programs.
-        '"recurrent": (("gated_delta_net", "gated_delta_net"), 16)': '"recurrent": (("nope", "nope"), 0)',
-        '"recurrent, 4 x state": (("gated_delta_net", "gated_delta_net"), 32)': '"recurrent, 4 x state": '
-        '(("nope", "nope"), 0)',
-        '"full attention": (("full", "nope"), 0)': '"full attention": (("nope", "nope"), 0)',
+        # The hybrid has layers of both kinds; its scores stand for all models.
+        "{name: jaxlc.train.run(config_of(*model), workdir(name), batches=batches()) for name, model in "
+        "MODELS.items()}": 'dict.fromkeys(MODELS, jaxlc.train.run(config_of(*MODELS["hybrid"]), workdir("hybrid"), '
+        "batches=batches()))",
         "warmup_steps=20": "warmup_steps=1",
         "NUM_BOOKS = 512": "NUM_BOOKS = 8",
         "log_every_steps=50": "log_every_steps=2",
@@ -136,6 +135,7 @@ SHORTER = {
         "config.train.eval_sequences = 8": f"config.train.eval_sequences = 4\n{ONE_LAYER}",
         "LENGTHS = (128, 256, 512, 1024, 2048, 4096)": "LENGTHS = (128,)",
         "NUM_EXAMPLES = 8": "NUM_EXAMPLES = 1",
+        'after = jaxlc.load("runs/retrieval", mesh=dict(context=4))': "after = before",
     },
 }
 
@@ -198,9 +198,12 @@ def check_run(
     for cell, stored_cell in zip(code_cells(notebook), code_cells(stored), strict=True):
         errors = [output.text for output in cell.outputs if output.get("name") == "stderr"]
         assert errors == [], cell.source
-        assert output_kinds(stored_cell) == output_kinds(cell), (
-            f"run `make notebooks`: {cell.source}"
-        )
+        kinds = output_kinds(cell)
+        stored_kinds = output_kinds(stored_cell)
+        if cell.source != stored_cell.source:  # it may train fewer models
+            kinds = list(dict.fromkeys(kinds))
+            stored_kinds = list(dict.fromkeys(stored_kinds))
+        assert kinds == stored_kinds, f"run `make notebooks`: {cell.source}"
 
 
 def _parameter(path: Path):
