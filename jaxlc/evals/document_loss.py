@@ -25,6 +25,7 @@ from scipy.special import ndtr, stdtrit
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import read_json_lines
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -33,7 +34,6 @@ from jaxlc.evals.predictions import (
     ScoreRow,
     read_scores,
     score_of,
-    stored_lines,
 )
 
 MIN_DOCUMENTS = 5  # a mean over fewer documents has no interval
@@ -313,7 +313,7 @@ def stored_losses(directory: Path) -> list[DocumentLosses]:
     models = {row.model for row in read_scores(directory)}
     stored = {}
     for path in directory.glob(f"{LOSS}-*.jsonl"):
-        header, *rows = stored_lines(path) or [{}]
+        header, *rows = read_json_lines(path) or [{}]
         if rows and header.get("model") in models:
             stored[int(path.stem.partition("-")[2])] = rows
     return [_losses_of_rows(length, stored[length]) for length in sorted(stored)]

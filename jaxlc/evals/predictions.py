@@ -5,7 +5,6 @@ scored by the rules of RULER (Hsieh et al. 2024, arXiv:2404.06654, and its publi
 scores.jsonl in the directory of a checkpoint has one line per score.
 """
 
-import contextlib
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import difference, parse_json, read_json_lines, replacing
+from jaxlc.core.files import difference, read_json_lines, replacing
 from jaxlc.core.text import aligned, count_text, progress_lines
 from jaxlc.evals.haystack import Example
 from jaxlc.runtime.watchdog import on_process_0
@@ -205,7 +204,7 @@ class Predictions:
         """
         path = self.directory / f"{header['case']}.jsonl"
         header = header | self.identity
-        lines = on_process_0(lambda: stored_lines(path))
+        lines = on_process_0(lambda: read_json_lines(path))
         changed = difference(lines[0], header) if lines else ""
         if changed and not self.replaces:
             raise UserError(
@@ -230,17 +229,6 @@ class Predictions:
                         file.writelines(json.dumps(row) + "\n" for row in added.values())
                 update(first + len(indices), len(missing))
         return [rows[index] for index in range(num_rows)]
-
-
-def stored_lines(path: Path) -> list[dict]:
-    """The header and the rows of a file; empty: there is none. A line that an interrupted evaluation
-    cut off is ignored.
-    """
-    lines = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            lines.append(parse_json(line))
-    return lines
 
 
 def run_case(case: Case, generate: Generate, predictions: Predictions) -> Score:
