@@ -12,7 +12,15 @@ from jaxlc.config import Config
 from jaxlc.core.axes import TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.step.batch import Batch, token_weights
-from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
+from jaxlc.step.loss import (
+    LossSpec,
+    LossSums,
+    TokenLoss,
+    check_losses,
+    loss_sums,
+    token_losses,
+    weighted_sums,
+)
 from jaxlc.step.objective import accumulate
 
 NATURAL = "natural"
@@ -99,7 +107,7 @@ class CustomObjective:
             return token_losses(
                 output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec
             )
-        return self._losses_of_logits(output, batch.targets)[0]
+        return self._losses_of_logits(output, batch.targets).cross_entropy
 
     def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
         """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and
@@ -143,26 +151,22 @@ class CustomObjective:
             hidden_BTD = output[0]
             head_DV = self._padded_head(output[1])
             return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
-        losses_BT, penalties_BT = self._losses_of_logits(output, batch.targets)
-        return LossSums(
-            objective=(weights_BT * (losses_BT + penalties_BT)).sum(),
-            cross_entropy=(weights_BT * losses_BT).sum(),
-        )
+        return weighted_sums(self._losses_of_logits(output, batch.targets), weights_BT)
 
-    def _losses_of_logits(
-        self, logits_BTV: jax.Array, targets_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """(loss of each token, its z-loss), float32 [B, T] each."""
+    def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> LossSums:
+        """What `weighted_sums` sums, float32 [B, T]."""
         logits_BTV = logits_BTV.astype(jnp.float32)
         if self.token_loss is not None:
             losses_N = self.token_loss(
                 logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1)
             )
             check_losses(losses_N, targets_BT.reshape(-1))
-            return losses_N.reshape(targets_BT.shape), jnp.zeros(targets_BT.shape, jnp.float32)
+            losses_BT = losses_N.reshape(targets_BT.shape)
+            return LossSums(losses_BT, losses_BT)
         log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
         target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-        return log_z_BT - target_logits_BT, self.config.train.z_loss * log_z_BT**2
+        losses_BT = log_z_BT - target_logits_BT
+        return LossSums(losses_BT + self.config.train.z_loss * log_z_BT**2, losses_BT)
 
     def _padded_head(self, head_DV: jax.Array) -> jax.Array:
         """The head with zero columns up to a multiple of tensor, which `loss_sums` requires and

@@ -114,6 +114,11 @@ class LossSums(NamedTuple):
     entropy: jax.Array | None = None  # float32: sum of weight x entropy of the next token, in nats
 
 
+def weighted_sums(losses: LossSums, weights: jax.Array) -> LossSums:
+    """The sums over tokens, from the values of each token before they are weighted."""
+    return jax.tree.map(lambda x: (weights * x).sum(), losses)
+
+
 class Teacher(NamedTuple):
     """The most probable next tokens of a teacher, by token."""
 
@@ -141,13 +146,6 @@ def token_losses(
     """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
     return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher)[1]
-
-
-def sums_and_losses(
-    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, teacher: Teacher | None = None
-) -> tuple[LossSums, jax.Array]:
-    """The results of `loss_sums` and `token_losses`; not differentiable."""
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -193,7 +191,7 @@ def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher
     *primals, teacher = jax.tree.map(
         lambda x: x.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    sums, _, *gradients = _over_ranks(*primals, spec, teacher, differentiated)
+    sums, _, *gradients = sums_and_losses(*primals, spec, teacher, differentiated)
     return sums, gradients
 
 
@@ -208,18 +206,18 @@ def _backward_rule(_spec, gradients, cotangents: LossSums):
 loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _over_ranks(
+def sums_and_losses(
     x_BTD,
     scale_D,
     head_DV,
     targets_BT,
     weights_BT,
     spec: LossSpec,
-    teacher: Teacher | None,
-    differentiated: _Differentiated | None,
+    teacher: Teacher | None = None,
+    differentiated: _Differentiated | None = None,
 ):
-    """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if
-    it is frozen).
+    """The results of `loss_sums` and `token_losses`; not differentiable. Unless `differentiated` is
+    None, also dx_BTD, dscale_D, dhead_DV, None if it is frozen.
     """
     if head_DV.ndim == len(_HEAD_DIMS):  # not of the copy of a node
         spec = dataclasses.replace(spec, nodes=None)
@@ -268,7 +266,7 @@ def _local(
     spec: LossSpec,
     differentiated: _Differentiated | None,
 ):
-    """`_over_ranks` on one rank; the sums are those over all ranks."""
+    """`sums_and_losses` on one rank; the sums are those over all ranks."""
     if spec.nodes is not None:
         head_Dv = head_Dv[0]
     x_tD = x_btD.reshape(-1, x_btD.shape[-1])
@@ -347,8 +345,10 @@ def _chunk_loss(
         losses_of, targets_c = _distillation, teacher
     else:
         losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
-    sums, losses_c, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
-    own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
+    losses, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
+    sums = weighted_sums(losses, weights_c)
+    first = lax.axis_index(TENSOR) * num_own
+    own_losses_c = lax.dynamic_slice_in_dim(losses.cross_entropy, first, num_own)
     if differentiated is None:
         return sums, own_losses_c
     dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(
@@ -372,15 +372,11 @@ def _norm(x_cD: jax.Array, scale_D: jax.Array | None, spec: LossSpec) -> jax.Arr
 
 
 def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
-    """(sums, losses_c, a function that returns dlogits_cv), of cross entropy with z-loss."""
+    """(what `weighted_sums` sums, a function that returns dlogits_cv), of cross entropy with z-loss."""
     log_z_c, target_logit_c, entropy_c = _reduce_vocabulary(logits_cv, targets_c, spec)
     losses_c = log_z_c - target_logit_c
-    sums = LossSums(
-        objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
-        cross_entropy=(weights_c * losses_c).sum(),
-        entropy=None if entropy_c is None else (weights_c * entropy_c).sum(),
-    )
-    return sums, losses_c, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
+    losses = LossSums(losses_c + spec.z_loss * log_z_c**2, losses_c, entropy_c)
+    return losses, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
 
 
 def check_losses(losses: jax.Array, targets: jax.Array) -> None:
@@ -401,13 +397,12 @@ def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
         lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV
     )
     check_losses(losses_c, targets_c)
-    total = (weights_c * losses_c).sum()
 
     def dlogits() -> jax.Array:
         (dlogits_cV,) = vjp(weights_c)
         return lax.dynamic_slice_in_dim(dlogits_cV, lax.axis_index(TENSOR) * width, width, axis=1)
 
-    return LossSums(objective=total, cross_entropy=total), losses_c, dlogits
+    return LossSums(losses_c, losses_c), dlogits
 
 
 def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
@@ -430,8 +425,6 @@ def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
     losses_c = jnp.where(probs_ck > 0, probs_ck * gaps_ck, 0).sum(1)
     gaps_c = jnp.log(jnp.maximum(prob_others_c, 1e-37)) - log_others_c + log_z_c
     losses_c += prob_others_c * gaps_c
-    total = (weights_c * losses_c).sum()
-    objective = total + spec.z_loss * (weights_c * log_z_c**2).sum()
 
     def dlogits() -> jax.Array:
         scale_c = probs_ck.sum(1) + prob_others_c + 2 * spec.z_loss * log_z_c
@@ -440,7 +433,7 @@ def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
         dlogits_cv = (softmax_cv - targets_cv).at[places].add(-probs_ck, mode="drop")
         return weights_c[:, None] * dlogits_cv
 
-    return LossSums(objective=objective, cross_entropy=total), losses_c, dlogits
+    return LossSums(losses_c + spec.z_loss * log_z_c**2, losses_c), dlogits
 
 
 def _log_sum_exp(logits_cv: jax.Array) -> jax.Array:
