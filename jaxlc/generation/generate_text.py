@@ -399,7 +399,7 @@ class ChatSession:
         without the last token of `ids`, whose logits are needed.
         """
         kept = num_equal(self._ids, ids[:-1])
-        if any(self._batch.is_state):
+        if any(jax.tree.leaves(self._batch.is_state)):
             while self._states[-1][0] > kept:
                 self._states.pop()
             kept, states = self._states[-1]

@@ -298,7 +298,9 @@ class Generator:
         self.cached_step = CachedStep(
             config=self.config, mesh=self.mesh, compute_dtype=step.compute_dtype
         )
-        self._steps: dict[CacheLayout, Program] = {}
+        jitted = self.cached_step.jitted
+        # the program of a cache layout; the cache is updated in place
+        self.step = functools.cache(lambda layout: Program("generation", jitted(layout)))
         self._copies = copies
         self.set_params(params)
 
@@ -387,12 +389,6 @@ class Generator:
             )
         return ids.astype(np.int32)
 
-    def step(self, layout: CacheLayout) -> Program:
-        """The compiled `CachedStep` of this cache layout; the cache is updated in place."""
-        if layout not in self._steps:
-            self._steps[layout] = Program("generation", self.cached_step.jitted(layout))
-        return self._steps[layout]
-
 
 class Batch:
     """The state of one call: the cache, and how many tokens each sequence has. Sequences are added
@@ -427,23 +423,18 @@ class Batch:
         """
         prompts = prompts or self._prompts
         size = self._chunk_tokens
-        logits_BV = previous_BV = None
+        logits_BV = None
         self._recorded.clear()
-        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        for first in range(0, int(lengths_B.max()), size):
-            new_B = np.clip(lengths_B - first, 0, size)
-            chunk_logits_BV = self._run([x[first : first + size] for x in prompts], new_B)
-            # the devices compute this chunk while the next one is prepared
-            if previous_BV is not None:
-                previous_BV.block_until_ready()
-                progress(first, int(lengths_B.max()))
-            previous_BV = chunk_logits_BV
-            ends_B1 = ((new_B > 0) & (lengths_B <= first + size))[:, None]
-            logits_BV = (
-                chunk_logits_BV
-                if logits_BV is None
-                else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
-            )
+        lengths_B1 = np.array([[len(prompt)] for prompt in prompts])
+        longest = int(lengths_B1.max())
+        for first in range(0, longest, size):
+            chunk_BV = self._run([x[first : first + size] for x in prompts], size)
+            if first:
+                # the devices compute this chunk while the next one is prepared
+                logits_BV.block_until_ready()
+                progress(first, longest)
+                chunk_BV = jnp.where(lengths_B1 > first, chunk_BV, logits_BV)
+            logits_BV = chunk_BV
         return logits_BV
 
     def rewind(self, ids: np.ndarray) -> None:
@@ -453,38 +444,31 @@ class Batch:
         self._seen_BV[:, ids] = True
 
     @functools.cached_property
-    def is_state(self) -> list[bool]:
+    def is_state(self) -> Cache:
         """Which arrays of the cache are states, which change with each token: their size does not
         depend on the number of tokens.
         """
         layout = self._layout
-        cached_step = self._generator.cached_step
         longer = layout_for(2 * layout.max_tokens, self._generator.mesh)
-        shapes = (
-            [x.shape for x in jax.tree.leaves(cached_step.abstract_cache(each, 1))]
-            for each in (layout, longer)
+        abstract = self._generator.cached_step.abstract_cache
+        caches = abstract(layout, 1), abstract(longer, 1)
+        return jax.tree.map(lambda short, long: short.shape == long.shape, *caches)
+
+    def copied_states(self) -> Cache:
+        """Copies of the states, and None for other arrays; a step updates those of the cache in place."""
+        return jax.tree.map(
+            lambda is_state, x: jnp.copy(x) if is_state else None, self.is_state, self._cache
         )
-        return [short == long for short, long in zip(*shapes, strict=True)]
 
-    def copied_states(self) -> list[jax.Array]:
-        """Copies of the states; a step updates those of the cache in place."""
-        leaves = zip(jax.tree.leaves(self._cache), self.is_state, strict=True)
-        return [jnp.copy(leaf) for leaf, is_copied in leaves if is_copied]
-
-    def restore(self, states: Sequence[jax.Array]) -> None:
+    def restore(self, states: Cache) -> None:
         """Sets the states of the cache to copies of `states`."""
-        leaves, structure = jax.tree.flatten(self._cache)
-        rest = iter(states)
-        leaves = [jnp.copy(next(rest)) if x else leaf for leaf, x in zip(leaves, self.is_state)]
-        self._cache = jax.tree.unflatten(structure, leaves)
+        self._cache = jax.tree.map(
+            lambda own, state: own if state is None else jnp.copy(state), self._cache, states
+        )
 
     def decode(self, tokens_B: np.ndarray) -> jax.Array:
         """Appends one token to each sequence; returns the logits of the next one, float32 [B, V]."""
-        return self._run(
-            list(tokens_B[:, None]),
-            np.ones(len(tokens_B), np.int32),
-            decode_tokens(self._generator.mesh),
-        )
+        return self._run(list(tokens_B[:, None]), decode_tokens(self._generator.mesh))
 
     def choose(
         self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray
@@ -507,12 +491,12 @@ class Batch:
             )
         )
 
-    def _run(self, chunks: list[np.ndarray], new_B: np.ndarray, chunk_tokens: int = 0) -> jax.Array:
-        chunk_tokens = chunk_tokens or self._chunk_tokens
+    def _run(self, chunks: list[np.ndarray], chunk_tokens: int) -> jax.Array:
+        new_B = np.array([len(chunk) for chunk in chunks], np.int32)
         tokens_BC = np.stack(
             [np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]
         ).astype(np.int32)
-        counts = (self._global(x.astype(np.int32), BATCH_SPEC) for x in (self._num_tokens_B, new_B))
+        counts = (self._global(x, BATCH_SPEC) for x in (self._num_tokens_B, new_B))
         arguments = self._global(tokens_BC, TOKENS_SPEC), NewTokens(*counts)
         logits_BV, self._cache, experts_BCLk = self._step(
             self._generator.params, self._cache, *arguments, self._tables
@@ -522,7 +506,7 @@ class Batch:
         self._recorded.append((experts_BCLk, new_B))
         for seen_V, chunk in zip(self._seen_BV, chunks):
             seen_V[chunk] = True
-        self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
+        self._num_tokens_B = self._num_tokens_B + new_B
         return logits_BV
 
     def experts(self, index: int) -> np.ndarray | None:
