@@ -2,6 +2,7 @@
 stop strings.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ class TextStream:
             (end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end
         )
         self._all_text = ""  # with hidden text
-        self._hidden: list[tuple[int, int]] = []  # begin and end in `_all_text`
+        self._is_shown: list[bool] = []  # for each character of `_all_text`
         self._num_taken = 0
         self.is_stopped = False  # a stop string occurred; the text ends before it
 
@@ -52,8 +53,7 @@ class TextStream:
         if (is_hidden or not self._decode(alone)) and (
             hidden := self._decode(alone, special_tokens=True)
         ):
-            self._hidden.append((len(self._all_text), len(self._all_text) + len(hidden)))
-            self._append(hidden)
+            self._append(hidden, is_shown=False)
             return
         self._tokens.append(token)
         new = self._new_text()
@@ -78,12 +78,11 @@ class TextStream:
         """The text that was not taken before, without an end that may become a stop string unless
         `is_last`.
         """
-        held = (
-            0
-            if is_last or self.is_stopped
-            else max((self._overlap(stop) for stop in self._stop), default=0)
-        )
-        end = len(self._all_text) - held
+        stops = () if is_last or self.is_stopped else self._stop
+        overlaps = [
+            n for stop in stops for n in range(len(stop)) if self._all_text.endswith(stop[:n])
+        ]
+        end = len(self._all_text) - max(overlaps, default=0)
         taken = self._shown(self._num_taken, end)
         self._num_taken = max(end, self._num_taken)
         return taken
@@ -103,19 +102,11 @@ class TextStream:
 
     def _shown(self, begin: int, end: int) -> str:
         """The text from `begin` to `end` without hidden text."""
-        parts = []
-        for hidden_begin, hidden_end in (*self._hidden, (end, end)):
-            parts.append(self._all_text[begin : min(hidden_begin, end)])
-            begin = max(begin, hidden_end)
-        return "".join(parts)
+        span = slice(begin, end)
+        return "".join(itertools.compress(self._all_text[span], self._is_shown[span]))
 
-    def _overlap(self, stop: str) -> int:
-        """The length of the longest end of the text that is a start of `stop`."""
-        return next(
-            (n for n in range(len(stop) - 1, 0, -1) if self._all_text.endswith(stop[:n])), 0
-        )
-
-    def _append(self, new: str) -> None:
+    def _append(self, new: str, is_shown: bool = True) -> None:
+        self._is_shown += [is_shown] * len(new)
         searched = max(0, len(self._all_text) - max(map(len, self._stop), default=1) + 1)
         self._all_text += new
         ends = [at for stop in self._stop if (at := self._all_text.find(stop, searched)) >= 0]
