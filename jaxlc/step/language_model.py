@@ -41,13 +41,21 @@ Tokens = str | Sequence[int] | np.ndarray | jax.Array
 class _Padded(NamedTuple):
     """Sequences with padding, so that they split over the mesh."""
 
-    functions: "_Functions"
-    # of the functions: parameters, a batch [sequences, tokens] in the order of the step, and the tables
+    # compiled functions of the padded length
+    features: Program
+    recording: Program  # also returns the experts of all tokens
+    token_losses: Program
+    # of these: parameters, a batch [sequences, tokens] in the order of the step, and the tables
     # of RoPE, which a custom model has not
     operands: tuple[Any, ...]
-    natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
+    natural_order: np.ndarray  # int64 [tokens without padding]: index of each one in the batch
     shape: tuple[int, int]  # sequences and tokens without padding
     is_single: bool  # the caller passed text or one sequence: results have no batch dimension
+
+    def result(self, x_BT: Any, end: int | None = None) -> Any:
+        """What a caller gets of an array of the batch: in natural order up to `end`, without padding."""
+        x_BT = x_BT[: self.shape[0], self.natural_order[:end]]
+        return x_BT[0] if self.is_single else x_BT
 
 
 class TokenScores(NamedTuple):
@@ -93,14 +101,12 @@ class LanguageModel:
           UserError: a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
-        hidden_BTD, head = padded.functions.features(*padded.operands)
+        hidden_BTD, head = padded.features(*padded.operands)
         if head is None:
             raise Unsupported(
                 "hidden states are unsupported: apply() of this model returns logits only"
             )
-        num_sequences, num_tokens = padded.shape
-        hidden_BTD = hidden_BTD[:num_sequences, padded.natural_order[:num_tokens]]
-        return hidden_BTD[0] if padded.is_single else hidden_BTD
+        return padded.result(hidden_BTD)
 
     def logits(
         self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None
@@ -126,7 +132,7 @@ class LanguageModel:
                 f"the logits of {num_sequences} x {len(chosen_n):,} tokens take {num_bytes / 2**30:,.0f} GiB: pass"
                 " positions=, such as slice(-256, None), or use token_losses"
             )
-        features_BTX, head_DV = padded.functions.features(*padded.operands)
+        features_BTX, head_DV = padded.features(*padded.operands)
         chunk = chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
         chunks = np.split(padded.natural_order[chosen_n], range(chunk, len(chosen_n), chunk))
         logits_BnV = np.concatenate(
@@ -142,13 +148,8 @@ class LanguageModel:
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks
         only.
         """
-        return self._token_losses(self._padded(tokens))
-
-    def _token_losses(self, padded: _Padded) -> np.ndarray:
-        losses_BT = np.asarray(padded.functions.token_losses(*padded.operands))
-        num_sequences, num_tokens = padded.shape
-        losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
-        return losses_BT[0] if padded.is_single else losses_BT
+        padded = self._padded(tokens)
+        return padded.result(np.asarray(padded.token_losses(*padded.operands)), end=-1)
 
     def log_probs(
         self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray
@@ -182,7 +183,7 @@ class LanguageModel:
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
         check_range("token", np.asarray(candidates), self.config.model.vocab_size, "candidates")
-        run = padded.functions.recording if records_experts else padded.functions.features
+        run = padded.recording if records_experts else padded.features
         features_BTX, head_DV, *experts = run(*padded.operands)
         num_sequences, num_scored = np.shape(positions)
         chunk = max(
@@ -209,13 +210,16 @@ class LanguageModel:
         *arrays, tokens, log_probs = (
             np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks)
         )
-        order = padded.natural_order[: padded.shape[1]]
-        of_tokens = [np.asarray(x)[:num_sequences, order] for x in experts] or [None]
+        of_tokens = [np.asarray(x)[:num_sequences, padded.natural_order] for x in experts] or [None]
         return TokenScores(*arrays, *of_tokens, tokens, log_probs)
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        losses = self._token_losses(self._padded(tokens, min_tokens=2))
+        losses = self.token_losses(tokens)
+        if not losses.size:
+            raise UserError(
+                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
+            )
         return float(losses.mean(dtype=np.float64))
 
     def __repr__(self) -> str:
@@ -261,25 +265,19 @@ class LanguageModel:
         return logits_BnV[..., : self.config.model.vocab_size]
 
     @functools.cache  # noqa: B019
-    def _functions(self, num_tokens: int) -> "_Functions":
+    def _functions(self, num_tokens: int) -> tuple[Program, Program, Program]:
+        """The first fields of `_Padded`."""
         step = self._step_for(num_tokens)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        options = step.compiler_options
-        objective = step.objective
-        return _Functions(
-            features=Program("features", jax.jit(objective.features, compiler_options=options)),
-            recording=Program(
-                "features and experts",
-                jax.jit(
-                    functools.partial(objective.features, records=True),
-                    out_shardings=(None, None, everywhere),
-                    compiler_options=options,
-                ),
+        jitted = functools.partial(jax.jit, compiler_options=step.compiler_options)
+        features = step.objective.features
+        recording = functools.partial(features, records=True)
+        return (
+            Program("features", jitted(features)),
+            Program(
+                "features and experts", jitted(recording, out_shardings=(None, None, everywhere))
             ),
-            token_losses=Program(
-                "token losses",
-                jax.jit(objective.token_losses, out_shardings=everywhere, compiler_options=options),
-            ),
+            Program("token losses", jitted(step.objective.token_losses, out_shardings=everywhere)),
         )
 
     def _step_for(self, num_tokens: int) -> TrainStep:
@@ -297,7 +295,7 @@ class LanguageModel:
         )
         return dataclasses.replace(self._step, config=config)
 
-    def _padded(self, tokens: Tokens, min_tokens: int = 1) -> _Padded:
+    def _padded(self, tokens: Tokens) -> _Padded:
         ids = np.asarray(tokens)
         if isinstance(tokens, str):
             ids = with_start(self.tokenizer.encode(tokens.encode()), self.tokenizer)
@@ -325,10 +323,6 @@ class LanguageModel:
             self.config.model.vocab_size,
             "tokens",
         )
-        if num_tokens < min_tokens:
-            raise UserError(
-                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
-            )
         # All sequences have as many tokens as the first, except those that are only padding.
         first, order = step.sequence_order.arranged(
             {name: array[0] for name, array in arrays.items()}
@@ -349,20 +343,12 @@ class LanguageModel:
             rope_tokens = num_tokens if self._is_pretrained else self.config.data.seq_len
             tables = (tables_of_kinds(self.config.model, padded_tokens, rope_tokens),)
         return _Padded(
-            self._functions(padded_tokens),
+            *self._functions(padded_tokens),
             (self.params, batch, *tables),
-            natural_order(order),
+            natural_order(order)[:num_tokens],
             (num_sequences, num_tokens),
             is_single=ids.ndim == 1,
         )
-
-
-class _Functions(NamedTuple):
-    """The compiled functions of one padded length."""
-
-    features: Program
-    recording: Program  # also returns the experts of all tokens
-    token_losses: Program
 
 
 def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
