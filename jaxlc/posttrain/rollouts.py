@@ -57,20 +57,14 @@ class Rollouts(DataSource):
     def open(cls, config: Config, inputs: Inputs) -> "Rollouts":
         setting = config.rollouts.directory
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
-        prompts = []
-        eval_prompts = []
-        warnings = []
-        if config.rollouts.source != "files":
-            prompts, warnings = open_prompts(config, inputs.tokenizer)
-        if config.rollouts.eval_prompts:
-            eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
-            warnings += more
+        prompts, warnings = open_prompts(config, inputs.tokenizer)
+        eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
             fingerprint="rollouts",  # the files are in the order of the steps
             description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
-            warnings=tuple(warnings),
+            warnings=(*warnings, *more),
             workdir=inputs.workdir,
             prompts=tuple(prompts),
             eval_prompts=tuple(eval_prompts),

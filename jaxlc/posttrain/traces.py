@@ -283,7 +283,7 @@ class Prompt(NamedTuple):
 def open_prompts(
     config: Config, tokenizer: Tokenizer, name: str = "prompts"
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts of config.rollouts.prompts, and warnings.
+    """The prompts of config.rollouts.prompts, none if it is empty, and warnings.
 
     Args:
       name: "eval_prompts": of that setting.
@@ -297,7 +297,8 @@ def open_prompts(
     rollouts = config.rollouts
     seq_len = config.data.seq_len
     setting = f"rollouts.{name}"
-    prompts, notes = _read(config, tokenizer, getattr(rollouts, name), setting, read)
+    sources = vars(rollouts)[name]
+    prompts, notes = _read(config, tokenizer, sources, setting, read)
     for prompt in prompts:
         num_tokens = len(prompt.ids) + rollouts.max_tokens - 1
         if num_tokens > seq_len:
@@ -305,8 +306,8 @@ def open_prompts(
                 f"{prompt.where}: a prompt of {len(prompt.ids):,} tokens and config.rollouts.max_tokens do not fit into"
                 f" config.data.seq_len={seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
             )
-    if not prompts:
-        raise UserError(f"config.rollouts.{name} has no prompt")
+    if sources and not prompts:
+        raise UserError(f"config.{setting} has no prompt")
     return prompts, notes.lines(setting)
 
 
@@ -492,35 +493,32 @@ def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], 
 
 
 def _recent(traces: Sequence[Trace], step: int, limit: int) -> list[Trace]:
-    """The traces of at most the age `limit`; -1: of any age.
+    """The traces of at most the age `limit`, training steps between the weights that made a trace
+    and those that `step` updates; -1: of any age.
 
     Raises:
       UserError: there are none, or a trace is of weights that do not exist before the step.
     """
+    recent = []
     for trace in traces:
         if (trace.policy_step or 0) >= step:
             raise UserError(
                 f"{trace.where}: policy_step is {trace.policy_step}, and rollouts of step {step} are by the weights"
                 f" after step {step - 1} or an earlier one; record the step of the weights that made them"
             )
-    if limit < 0:
-        return list(traces)
-    recent = [trace for trace in traces if _age(trace, step) <= limit]
-    if not recent and traces:
+        if limit >= 0 and trace.policy_step is None:
+            raise UserError(
+                f"{trace.where}: no policy_step, which config.rollouts.max_policy_age needs; record it, or set that to"
+                " -1"
+            )
+        if limit < 0 or step - 1 - trace.policy_step <= limit:
+            recent.append(trace)
+    if traces and not recent:
         raise UserError(
             f"{traces[0].where}: all rollouts of step {step} are older than config.rollouts.max_policy_age={limit};"
             " increase it, or make rollouts with newer weights"
         )
     return recent
-
-
-def _age(trace: Trace, step: int) -> int:
-    """Training steps between the weights that made a trace and those that `step` updates."""
-    if trace.policy_step is None:
-        raise UserError(
-            f"{trace.where}: no policy_step, which config.rollouts.max_policy_age needs; record it, or set that to -1"
-        )
-    return step - 1 - trace.policy_step
 
 
 def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
@@ -543,9 +541,10 @@ def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
             reward_min=min(rewards),
             reward_max=max(rewards),
         )
-    if step is not None and all(trace.policy_step is not None for trace in traces):
-        ages = [_age(trace, step) for trace in traces]
-        means |= dict(policy_age=np.mean(ages), policy_age_max=max(ages))
+    versions = [trace.policy_step for trace in traces]
+    if step is not None and None not in versions:
+        ages = step - 1 - np.array(versions)
+        means |= dict(policy_age=ages.mean(), policy_age_max=ages.max())
     return {name: float(x) for name, x in means.items()}
 
 
