@@ -379,10 +379,9 @@ def _check_server(flags: LogprobsFlags) -> None:
     """Raises UserError if a flag has no effect on this source."""
     if flags.is_server and not flags.tokenizer:
         raise UserError(f"{flags.source} does not give its tokenizer: set --tokenizer")
-    default = LogprobsFlags(source="", traces="", out="")
     unused = ("temperature", "entropy", "experts", "step", "mesh")
     for name in unused if flags.is_server else ("tokenizer", "server_seconds"):
-        if getattr(flags, name) != getattr(default, name):
+        if getattr(flags, name) != getattr(LogprobsFlags, name):
             raise UserError(f"--{name} has no effect with the source {flags.source}; remove it")
 
 

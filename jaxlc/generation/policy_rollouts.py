@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import original_of
@@ -32,6 +31,7 @@ from jaxlc.posttrain.agents import (
 )
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.server import open_teacher
+from jaxlc.posttrain.traces import open_traces
 from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep
 
@@ -77,16 +77,11 @@ class RolloutMaker(ABC):
 
         def means() -> dict[str, float]:
             write_rewarded(records, self._config, path)
-            rewarded = [record for record in records if FAILED not in record]
-            # an answer has a record for each of its contexts
-            by_answer = {(x["group"], x["trajectory"]): x["reward"] for x in rewarded}
-            rewards = [*by_answer.values()]
-            return dict(
-                mean=float(np.mean(rewards)),
-                deviation=float(np.std(rewards)),
-                answer_tokens=float(np.mean([sum(record["loss_mask"]) for record in rewarded])),
-                truncated=float(np.mean([record["truncated"] for record in rewarded])),
-            )
+            # as if the next step trained on them
+            traces = open_traces(self._config, self._source.tokenizer, (str(path),), step=step + 1)
+            names = dict(mean="reward", deviation="reward_deviation")
+            names |= {name: name for name in ("answer_tokens", "truncated")}
+            return {name: traces.rewards[known] for name, known in names.items()}
 
         return on_process_0(means)
 

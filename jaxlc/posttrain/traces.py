@@ -184,12 +184,7 @@ def open_traces(
     if step is not None:
         traces = _recent(traces, step, config.rollouts.max_policy_age)
     _check_log_probs(traces, dtypes, posttrain)
-    if posttrain.is_labeled:
-        traces = [_labeled(trace, posttrain.loss) for trace in traces]
-    if posttrain.loss == "reverse_kl":  # the loss computes those of tokens
-        traces = [replace(trace, advantage=1.0) for trace in traces]
-    if posttrain.loss and posttrain.mask_truncated:
-        traces = [replace(trace, has_loss=not trace.is_truncated) for trace in traces]
+    traces = [_prepared(trace, posttrain) for trace in traces]
     levels = config.attention.shared_prefixes
     trees = functools.partial(trees_of, seq_len=data.seq_len, levels=levels)
     groups = list(groups_of(traces))
@@ -441,14 +436,20 @@ def _has_reference(sources: Sequence[str]) -> bool:
     return False
 
 
-def _labeled(trace: Trace, loss: str) -> Trace:
-    """The trace, with the advantage that its label means."""
-    if trace.label is None:
-        raise UserError(
-            f"{trace.where}: no label, which config.posttrain.loss={loss!r} needs; record true for a desirable answer"
-            " and false for others, or chosen and rejected answers"
-        )
-    return replace(trace, advantage=CHOSEN if trace.label else REJECTED)
+def _prepared(trace: Trace, posttrain: PosttrainConfig) -> Trace:
+    """The trace with the advantage that its label or the loss means; truncated ones may be masked."""
+    advantage = trace.advantage
+    if posttrain.is_labeled:
+        if trace.label is None:
+            raise UserError(
+                f"{trace.where}: no label, which config.posttrain.loss={posttrain.loss!r} needs; record true for a"
+                " desirable answer and false for others, or chosen and rejected answers"
+            )
+        advantage = CHOSEN if trace.label else REJECTED
+    if posttrain.loss == "reverse_kl":  # the loss computes those of tokens
+        advantage = 1.0
+    has_loss = not (posttrain.mask_truncated and trace.is_truncated)
+    return replace(trace, advantage=advantage, has_loss=has_loss)
 
 
 def _pairs(
@@ -536,11 +537,9 @@ def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
         means |= dict(
             reward=np.mean(rewards),
             reward_deviation=np.std(rewards),
-            reward_p10=np.quantile(rewards, 0.1),
-            reward_p90=np.quantile(rewards, 0.9),
-            reward_min=min(rewards),
-            reward_max=max(rewards),
         )
+        names = "reward_p10", "reward_p90", "reward_min", "reward_max"
+        means |= zip(names, np.quantile(rewards, (0.1, 0.9, 0, 1)))
     versions = [trace.policy_step for trace in traces]
     if step is not None and None not in versions:
         ages = step - 1 - np.array(versions)

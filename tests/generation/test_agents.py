@@ -62,13 +62,19 @@ def rollouts_of(agents: Agents, sampler: Scripted, numbers=(0,)) -> list[dict]:
 
 
 def test_heldout_reward_counts_an_answer_once_however_many_contexts_it_has(tmp_path, monkeypatch):
-    contexts = dict(loss_mask=[0, 1], truncated=False, group="1-0")
-    records = [contexts | dict(trajectory=name, reward=float(name)) for name in "110"]
+    context = dict(tokens=[1, 2], loss_mask=[0, 1], sampled_log_probs=[-1.0], group="1-0")
+    records = [
+        context | dict(policy_step=1, trajectory=name, reward=float(name), truncated=name == "0")
+        for name in "110"
+    ]
+    records.append(dict(group="1-0", trajectory="2", failed="no reward"))
     monkeypatch.setattr(PolicyRollouts, "_answers", lambda *args: records)
     maker = object.__new__(PolicyRollouts)
-    maker._config, maker._prompts = mini(), ()
-    maker._source = SimpleNamespace(prompts=())
-    assert maker.heldout({}, 1, tmp_path / "1.heldout.jsonl")["mean"] == 0.5
+    maker._config, maker._prompts = mini(max_failed=0.5), ()
+    maker._source = SimpleNamespace(prompts=(), tokenizer=load_tokenizer("bytes"))
+    means = maker.heldout({}, 1, tmp_path / "1.heldout.jsonl")
+    expected = dict(mean=0.5, deviation=0.5, answer_tokens=1.0, truncated=1 / 3)
+    assert means == pytest.approx(expected)
 
 
 def test_turns_continue_the_tokens_and_a_summary_starts_a_context(tmp_path):
