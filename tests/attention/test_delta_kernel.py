@@ -118,6 +118,21 @@ def test_inverse_of_equal_keys_is_accurate():
     assert max_relative_error(inverse, exact) < FLOAT32_PARITY
 
 
+def test_kernels_lower_for_gpus_with_values_wider_than_keys(monkeypatch):
+    """Maps of states have 16 + 32 columns, and Triton only has arrays whose sizes are powers of 2."""
+    monkeypatch.undo()
+    tokens = Tokens(*_short(), None, jnp.ones((1, 128), jnp.int32), jnp.zeros(1, jnp.int32))
+
+    def loss(arrays):
+        own, reads = chunks.map_and_reads(
+            Tokens(*arrays, *tokens[len(arrays) :]), Rule(0.25, uses_kernel=True)
+        )
+        return own.U.sum() + reads.sum()
+
+    lowered = jax.jit(jax.grad(loss)).trace(tokens[:5]).lower(lowering_platforms=("cuda",))
+    assert "delta_factors_gradient" in lowered.as_text()
+
+
 def test_start_check_reports_a_wrong_kernel(monkeypatch):
     sizes = dict(key_dim=16, value_dim=16, dtype=jnp.float32)
     device = jax.devices()[0]

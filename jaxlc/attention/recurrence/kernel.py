@@ -156,7 +156,7 @@ def _corrected(kk: jax.Array, gates: _Gates, beta: jax.Array) -> jax.Array:
 
 def _over_columns(width: int, body: Callable, carry: tuple = ()) -> tuple:
     """carry = body(columns, *carry) over blocks of the columns of an array: one is in registers."""
-    block = min(_COLUMNS, width)
+    block = math.gcd(_COLUMNS, width)
     return lax.fori_loop(
         0, width // block, lambda i, carry: body(pl.ds(i * block, block), *carry), carry
     )
@@ -292,6 +292,11 @@ def _gradients_kernel(
         dx.k[:, rows] = dk + solve_keys(rows) * (beta * since_start)[:, None]
         return dsince, duntil
 
+    def decayed(columns, total):
+        product = entering_ref[:, columns].astype(jnp.float32) * dleaving_ref[:, columns]
+        return (total + jnp.sum(product),)
+
+    (ddecay,) = _over_columns(num_columns, decayed, (0.0,))
     carry = _over_columns(V, solve_values, (square, zero))
     dA, dbeta, dsince = _over_columns(K, correct, (*carry, zero))
     dscores = narrow_sum(dout_ref, new_ref, pl.ds(0, C))
@@ -299,7 +304,6 @@ def _gradients_kernel(
     dproducts, dkk, dbetween, dbeta_A = _product_gradients(x, gates, beta, dscores, dA)
     dx.beta[...] = dbeta + dbeta_A
     dsince, duntil = _over_columns(K, read, (dsince, zero))
-    ddecay = jnp.sum(entering_ref[...].astype(jnp.float32) * dleaving_ref[...])
     dg = _gradient_of_gates(gates, dbetween, dsince, duntil, ddecay)
     for dg_ref in dx.g:
         dg_ref[...] = dg
