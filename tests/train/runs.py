@@ -66,10 +66,11 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes runs in this process write no plots. test_final_report.py and test_run_api.py have
+    """Makes runs in this process and its children write no plots. test_final_report.py and test_run_api.py have
     those of a run.
     """
     monkeypatch.setattr(run_report, "write_plots", lambda *_: [])
+    monkeypatch.setenv("JAXLC_WITHOUT_MATPLOTLIB", "1")
 
 
 def _compiled_once(method):
@@ -167,12 +168,14 @@ def _arguments(config: Path | str, workdir: Path, overrides: dict) -> list[str]:
 
 
 def start(config: Path | str, workdir: Path, **overrides) -> subprocess.Popen:
-    """Starts a run in another process; `mesh__context=2` is --config.mesh.context=2."""
+    """Starts a run in another process, which writes no plots; `mesh__context=2` is
+    --config.mesh.context=2.
+    """
     command = [sys.executable, "-m", "jaxlc.train", *_arguments(config, workdir, overrides)]
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment.for_user(),
+        env=environment.for_user(JAXLC_WITHOUT_MATPLOTLIB="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

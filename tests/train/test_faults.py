@@ -11,7 +11,7 @@ def drill(tmp_path_factory):
     """The directory of the drill, and a run without a fault."""
     out = tmp_path_factory.mktemp("faults") / "drill"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.for_user().items():
+        for name, value in environment.for_user(JAXLC_WITHOUT_MATPLOTLIB="1").items():
             patch.setenv(name, value)
         fault_drill.prepare(out)
         yield out, fault_drill.run_undisturbed(out, 2)
