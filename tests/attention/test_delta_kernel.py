@@ -160,10 +160,15 @@ def test_run_compares_the_kernels_with_the_sizes_of_its_layers(monkeypatch):
             0,
             "value_dim=24 .supported: powers of 2 from 16.; use",
         ),
+        (
+            HYBRID | dict(delta_key_dim=256, delta_value_dim=256),
+            0,
+            "key_dim=256 and value_dim=256 .supported: one of them above 128.; use",
+        ),
         (HYBRID, 1, "with config.attention.shared_prefixes=1; use"),
         (KIMI_DELTA, 0, "delta_kernel='pallas' has no effect"),
     ],
-    ids=["size", "prefixes", "kimi_delta"],
+    ids=["size", "sizes", "prefixes", "kimi_delta"],
 )
 def test_unsupported_layers_are_refused(model, num_levels, problem):
     sections = dict(runtime=dict(delta_kernel="pallas"), attention=dict(shared_prefixes=num_levels))

@@ -79,12 +79,18 @@ class DeltaNetKind(RecurrentKind):
         problems = []
         if num_levels := config.attention.shared_prefixes:
             problems.append(f"config.attention.shared_prefixes={num_levels}")
+        section = layer.section(DeltaNetConfig)
         for name in ("key_dim", "value_dim"):
-            size = vars(layer.section(DeltaNetConfig))[name]
+            size = vars(section)[name]
             if size < 16 or size & (size - 1):
                 problems.append(
                     f"config.model.delta_net.{name}={size} (supported: powers of 2 from 16)"
                 )
+        if min(section.key_dim, section.value_dim) > 128:  # more shared memory than GPUs have
+            problems.append(
+                f"config.model.delta_net.key_dim={section.key_dim} and value_dim={section.value_dim} (supported: one of"
+                " them above 128)"
+            )
         for problem in problems:
             yield (
                 f"unsupported: config.runtime.delta_kernel='pallas' with {problem}; use"
