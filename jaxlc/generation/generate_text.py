@@ -36,7 +36,6 @@ from jaxlc.generation.generator import (
     abstract_params,
 )
 from jaxlc.generation.sampling import Sampling
-from jaxlc.models import decoder
 from jaxlc.models.contract import layout_for
 from jaxlc.posttrain.trees import num_equal
 from jaxlc.step.language_model import LanguageModel, TrainedModel
@@ -61,13 +60,11 @@ class GenerationMemory:
 def generation_memory(step: TrainStep, num_sequences: int, num_tokens: int) -> GenerationMemory:
     """The memory of `num_sequences` sequences of `num_tokens` tokens on the mesh of `step`, with a
     cache in the compute dtype."""
-    dtype = step.compute_dtype
-    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype)
+    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=step.compute_dtype)
     cache = cached.abstract_cache(
         layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences)
     )
-    dims = decoder.dims_of(step.config.model, step.config.lora)
-    params = abstract_params(step.abstract_state.params, dims, step.mesh, dtype)
+    params = abstract_params(step, step.abstract_state.params)
     return GenerationMemory(
         num_sequences=num_sequences,
         num_tokens=num_tokens,

@@ -211,27 +211,27 @@ class CachedStep:
         return smallest * 2 ** max(1, math.ceil(math.log2(chunk_tokens / smallest)))
 
 
-def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> dict:
-    """Shapes, dtypes and shardings of the parameters in generation: matrices in `dtype`; scales of
-    norms and biases remain in float32, in which they are used. They are sharded as stored
+def abstract_params(step: TrainStep, params: dict) -> dict:
+    """Shapes, dtypes and shardings of the parameters in generation: matrices in the compute dtype;
+    scales of norms and biases remain in float32, in which they are used. They are sharded as stored
     parameters.
 
     Args:
       params: the tree of `decoder.init`, of arrays or of `jax.ShapeDtypeStruct`s.
-      dims: of `decoder.dims_of`.
     """
 
-    def abstract(x, its_dims):
-        sharding = NamedSharding(mesh, storage_spec(its_dims, x.shape, mesh))
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding
-        )
+    def abstract(x, dims):
+        sharding = NamedSharding(step.mesh, storage_spec(dims, x.shape, step.mesh))
+        dtype = x.dtype if is_vector(dims) else step.compute_dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
+    dims = decoder.dims_of(step.config.model, step.config.lora)
     return jax.tree.map(abstract, params, dims, is_leaf=is_quantized)
 
 
-def cast_params(params: dict, abstract: dict) -> dict:
+def cast_params(step: TrainStep, params: dict) -> dict:
     """A copy of the parameters with the dtypes and shardings of `abstract_params`."""
+    abstract = abstract_params(step, params)
 
     def cast(x, like):
         return (x.dequantized() if is_quantized(x) else x).astype(like.dtype)
@@ -301,19 +301,15 @@ class Generator:
         jitted = self.cached_step.jitted
         # the program of a cache layout; the cache is updated in place
         self.step = functools.cache(lambda layout: Program("generation", jitted(layout)))
+        self._train_step = step
         self._copies = copies
         self.set_params(params)
 
     def set_params(self, params: dict | None) -> None:
         """Replaces the parameters; compiled programs remain. None frees the memory of the copy."""
-        config = self.config
-        dims = decoder.dims_of(config.model, config.lora)
-        dtype = self.cached_step.compute_dtype
-        self.params = (
-            params
-            if params is None or not self._copies
-            else cast_params(params, abstract_params(params, dims, self.mesh, dtype))
-        )
+        if self._copies and params is not None:
+            params = cast_params(self._train_step, params)
+        self.params = params
 
     def __call__(
         self,

@@ -154,7 +154,7 @@ def test_sampler_has_no_second_copy_of_the_weights_on_gpus(name, mesh, share):
     params = step.abstract_state.params
     lowered = lowered_decoding(cached, params, layout_for(46, step.mesh))
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
-    copy = abstract_params(params, step.dims, step.mesh, dtype)
+    copy = abstract_params(step, params)
     assert temporary < share * bytes_per_device(copy)
 
 
