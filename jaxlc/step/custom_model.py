@@ -102,26 +102,15 @@ class CustomObjective:
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
         """Loss of each token, float32 [B, T]; for evaluation."""
-        output = self._output(params, batch)
-        if isinstance(output, tuple):
-            return token_losses(
-                output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec
-            )
-        return self._losses_of_logits(output, batch.targets).cross_entropy
+        hidden_BTD, head_DV = self.features(params, batch)
+        if head_DV is None:
+            return self._losses_of_logits(hidden_BTD, batch.targets).cross_entropy
+        head_DV = self._padded_head(head_DV)
+        return token_losses(hidden_BTD, None, head_DV, batch.targets, self._loss_spec)
 
     def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
         """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and
         None.
-        """
-        output = self._output(params, batch)
-        return output if isinstance(output, tuple) else (output, None)
-
-    @cached_property
-    def _loss_spec(self) -> LossSpec:
-        return LossSpec.from_config(self.config, self.mesh, self.token_loss)
-
-    def _output(self, params, batch: Batch):
-        """The output of the model; checks its shapes.
 
         Raises:
           UserError: the shapes do not match the `Model` protocol.
@@ -142,16 +131,19 @@ class CustomObjective:
                 f" {(*batch.tokens.shape, vocab_size)} (config.model.vocab_size={vocab_size}), or hidden states"
                 f" {(*batch.tokens.shape, 'D')} and an output head ('D', {vocab_size})"
             )
-        return output
+        return first, last if len(arrays) == 2 else None
+
+    @cached_property
+    def _loss_spec(self) -> LossSpec:
+        return LossSpec.from_config(self.config, self.mesh, self.token_loss)
 
     def _loss_sums(self, params, batch: Batch) -> LossSums:
-        output = self._output(params, batch)
+        hidden_BTD, head_DV = self.features(params, batch)
         weights_BT = token_weights(batch)
-        if isinstance(output, tuple):
-            hidden_BTD = output[0]
-            head_DV = self._padded_head(output[1])
-            return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
-        return weighted_sums(self._losses_of_logits(output, batch.targets), weights_BT)
+        if head_DV is None:
+            return weighted_sums(self._losses_of_logits(hidden_BTD, batch.targets), weights_BT)
+        head_DV = self._padded_head(head_DV)
+        return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
 
     def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> LossSums:
         """What `weighted_sums` sums, float32 [B, T]."""

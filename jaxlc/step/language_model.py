@@ -186,26 +186,16 @@ class LanguageModel:
         run = padded.recording if records_experts else padded.features
         features_BTX, head_DV, *experts = run(*padded.operands)
         num_sequences, num_scored = np.shape(positions)
-        chunk = max(
-            1,
-            chunk_tokens(self.config, self.mesh)
-            * self.mesh.shape[CONTEXT]
-            // features_BTX.shape[0],
-        )
-        chunk = min(chunk, 2 ** (num_scored - 1).bit_length())  # few lengths are compiled
-        widths = ((0, features_BTX.shape[0] - num_sequences), (0, -num_scored % chunk))
+        batch_size = len(features_BTX)
+        chunk = chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // batch_size
+        chunk = max(1, min(chunk, 2 ** (num_scored - 1).bit_length()))  # few lengths are compiled
+        widths = ((0, batch_size - num_sequences), (0, -num_scored % chunk))
         positions_Bn = np.pad(padded.natural_order[positions], widths)
         candidates_Bn = np.pad(candidates, widths).astype(np.int32)
+        ends = range(chunk, positions_Bn.shape[1], chunk)
         chunks = [
-            self._scores(
-                features_BTX,
-                head_DV,
-                positions_Bn[:, i : i + chunk],
-                candidates_Bn[:, i : i + chunk],
-                temperature,
-                top_k,
-            )
-            for i in range(0, positions_Bn.shape[1], chunk)
+            self._scores(features_BTX, head_DV, *indices, temperature, top_k)
+            for indices in zip(*(np.split(x, ends, 1) for x in (positions_Bn, candidates_Bn)))
         ]
         *arrays, tokens, log_probs = (
             np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks)

@@ -557,19 +557,14 @@ def with_balanced_biases(
     with_experts = model.layers_with_experts
     change_LE = train.balance_bias_rate * jnp.sign(counts_LE.mean(1, keepdims=True) - counts_LE)
     change_LE = jnp.where(is_finite, change_LE, 0)
+    changes = {}
     for stack, layers in model.layer_stacks.items():
         if layers[0] in with_experts:
             rows = jnp.array([with_experts.index(layer) for layer in layers])
-            params = _with_added(params, (*stack, "mlp", "choice_bias"), change_LE[rows])
-    return params
+            changes[*stack, "mlp", "choice_bias"] = change_LE[rows]
 
+    def added(path, x: jax.Array) -> jax.Array:
+        change = changes.get(tuple(key.key for key in path))
+        return x if change is None else x + change
 
-def _with_added(tree: dict, path: tuple[str, ...], change: jax.Array) -> dict:
-    """`tree` with `change` added to an entry, if it has the entry."""
-    name, *inner = path
-    if name not in tree:
-        return tree
-    return {
-        **tree,
-        name: _with_added(tree[name], tuple(inner), change) if inner else tree[name] + change,
-    }
+    return jax.tree.map_with_path(added, params)
