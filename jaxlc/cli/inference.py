@@ -314,7 +314,7 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
 
     from jaxlc.checkpoints.files import model_fingerprint
     from jaxlc.data.tokens.encoder import Encoder, template_if_any
-    from jaxlc.posttrain.records import TraceReader, has_failed
+    from jaxlc.posttrain.records import TraceReader
     from jaxlc.posttrain.traces import records_of
     from jaxlc.runtime.watchdog import on_process_0
 
@@ -362,7 +362,7 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
-            traces = [] if has_failed(record) else reader.read(record, is_sampled=True)
+            traces = reader.read(record, is_sampled=True)
             values = dict(record.values) | _fields(traces, run, flags)
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()

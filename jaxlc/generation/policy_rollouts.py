@@ -77,11 +77,16 @@ class RolloutMaker(ABC):
 
         def means() -> dict[str, float]:
             write_rewarded(records, self._config, path)
+            sources = (str(path),)
             # as if the next step trained on them
-            traces = open_traces(self._config, self._source.tokenizer, (str(path),), step=step + 1)
-            names = dict(mean="reward", deviation="reward_deviation")
-            names |= {name: name for name in ("answer_tokens", "truncated")}
-            return {name: traces.rewards[known] for name, known in names.items()}
+            traces = open_traces(self._config, self._source.tokenizer, sources, step=step + 1)
+            rewards = traces.rewards
+            return dict(
+                mean=rewards["reward"],
+                deviation=rewards["reward_deviation"],
+                answer_tokens=rewards["answer_tokens"],
+                truncated=rewards["truncated"],
+            )
 
         return on_process_0(means)
 

@@ -148,7 +148,7 @@ class TraceReader:
     refuses_labels: bool = False  # a text or chat whose label is false cannot be used
 
     def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
-        """The trace of a record, or the two of a pair.
+        """The trace of a record, or the two of a pair; none if an agent or a reward has failed.
 
         Args:
           is_sampled: as if the record had log-probabilities.
@@ -158,6 +158,8 @@ class TraceReader:
         """
         values = _values(record)
         where = record.where
+        if values.get(FAILED):  # it may have no tokens
+            return []
         is_sampled |= any(name in values for name in (*LOG_PROBS, *TEACHER))
         if "chosen" not in values and "rejected" not in values:
             fields = _other_fields(values, where)
@@ -246,7 +248,7 @@ class TraceReader:
                 f" {fingerprint!r}: config.posttrain.teacher_top_k needs equal vocabularies; add the fields with `jaxlc"
                 f" logprobs TEACHER TRACES OUT --top_k={top_k}`, or record this value if the vocabularies are equal"
             )
-        tokens, log_probs = arrays = [_array_of(values, name, where) for name in TEACHER]
+        tokens, log_probs = arrays = [stored_array(values, name, where) for name in TEACHER]
         is_valid = tokens.ndim == 2 and np.issubdtype(tokens.dtype, np.integer)
         expected = (int(in_loss.sum()), top_k)
         if not is_valid or len(tokens) != expected[0] or tokens.shape[1] < top_k:
@@ -352,11 +354,6 @@ class TraceReader:
         return tokens.astype(np.int32)
 
 
-def has_failed(record: Record) -> bool:
-    """Whether an agent or a reward has failed, so that the record may have no tokens."""
-    return isinstance(record.values, dict) and bool(record.values.get(FAILED))
-
-
 def _values(record: Record) -> dict[str, Any]:
     """The fields that are not null."""
     if isinstance(record.values, BadRecord):
@@ -453,7 +450,9 @@ def recorded_experts(
             " config.posttrain.replay_routing=True needs; record them in sampling, or set it to False"
         )
     expected = num_tokens - 1 - first, num_chosen
-    rows = _array_of(values, "routed_experts", where, values.get("routed_experts_dtype", "int32"))
+    rows = stored_array(
+        values, "routed_experts", where, values.get("routed_experts_dtype", "int32")
+    )
     if rows.ndim == 1 and all(expected) and not rows.size % math.prod(expected):
         rows = rows.reshape(expected[0], -1, num_chosen)
     if (
@@ -482,7 +481,7 @@ def recorded_experts(
     return result
 
 
-def _array_of(values: Mapping[str, Any], name: str, where: str, dtype: Any = None) -> np.ndarray:
+def stored_array(values: Mapping[str, Any], name: str, where: str, dtype: Any = None) -> np.ndarray:
     """The array of a field: of a .npy file, or of numbers of `dtype` alone, from bytes or their base64
     text; or of a list.
     """

@@ -5,6 +5,7 @@ Another program writes the files, for which checkpoints are exported, or the pol
 rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation.server_rollouts`).
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -108,9 +109,8 @@ class RolloutSequences:
         self._log = log
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._kept: dict[int, Traces] = {}  # by step
-        # the steps that are trained, placed and prefetched
-        self._max_kept = config.data.prefetch_steps + 3
+        # of the steps that are trained, placed and prefetched
+        self._traces = functools.lru_cache(config.data.prefetch_steps + 3)(self._opened)
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
         self._digests: dict[int, str] = {}  # by step
         self.failure: Exception | None = None  # why files that do not exist will not appear
@@ -132,12 +132,7 @@ class RolloutSequences:
         """The traces of a step; waits for its file."""
         self._wait(step)  # without the lock: other threads may need an earlier step
         with self._lock:
-            if step not in self._kept:
-                self._kept[step] = self._opened(step)
-            traces = self._kept[step]
-            if len(self._kept) > self._max_kept:
-                del self._kept[min(self._kept)]
-            return traces
+            return self._traces(step)
 
     def path(self, step: int) -> Path:
         rollouts = self._config.rollouts
@@ -219,6 +214,9 @@ class RolloutSequences:
         return dict(record=trace.where, **known, truncated=trace.is_truncated, text=text)
 
     def _wait(self, step: int) -> None:
+        """Waits for the file of a step; for the one that training needs, prints a line per minute, and
+        raises UserError after rollouts.wait_seconds.
+        """
         path = self.path(step)
         while not path.is_file():
             if self._closed.is_set():
@@ -226,24 +224,19 @@ class RolloutSequences:
             if self.failure is not None:
                 raise self.failure
             with self._lock:
-                if step == self._needed:
-                    self._check_waiting(path)
+                now = time.monotonic()
+                waited = now - self._since
+                if self.is_late(step):
+                    raise UserError(
+                        f"no rollouts of step {step} after {waited:.0f} s: {displayed(path)} does not exist, and"
+                        f" config.rollouts.wait_seconds={self._config.rollouts.wait_seconds:g}"
+                    )
+                if step == self._needed and now > self._next_line:
+                    self._next_line = now + _LINE_SECONDS
+                    self._log(
+                        f"waiting for the rollouts of step {step} for {waited:.0f} s: {displayed(path)}"
+                    )
             time.sleep(_POLL_SECONDS)
-
-    def _check_waiting(self, path: Path) -> None:
-        """Prints a line per minute; raises UserError after rollouts.wait_seconds."""
-        now = time.monotonic()
-        waited = now - self._since
-        if self.is_late(self._needed):
-            raise UserError(
-                f"no rollouts of step {self._needed} after {waited:.0f} s: {displayed(path)} does not exist, and"
-                f" config.rollouts.wait_seconds={self._config.rollouts.wait_seconds:g}"
-            )
-        if now > self._next_line:
-            self._next_line = now + _LINE_SECONDS
-            self._log(
-                f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}"
-            )
 
 
 def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:

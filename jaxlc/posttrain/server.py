@@ -3,10 +3,8 @@ an adapter for each version of the policy.
 """
 
 import asyncio
-import base64
 import contextlib
 import http.client
-import io
 import json
 import os
 import urllib.error
@@ -24,7 +22,7 @@ from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.posttrain.agents import FAILED, SamplerError, Teacher, Turn, in_background
-from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array
+from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array, stored_array
 from jaxlc.runtime.watchdog import on_process_0
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too
@@ -39,11 +37,7 @@ _PLAIN_SAMPLING = dict(top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
 class _Refused(SamplerError):
-    """The server refuses a request, with an HTTP status from 400 to 500."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
+    """The server refuses a request, because of an `urllib.error.HTTPError` from 400 to 500."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +93,6 @@ class Server:
                 is_locked = error.code == http.client.UNAUTHORIZED
                 advice = f": set {KEY_VARIABLE} to its API key" if is_locked else ""
                 raise _Refused(
-                    error.code,
                     f"the server {self.url} refuses {path} (HTTP {error.code}: {message}){advice}",
                 ) from error
             raise
@@ -156,7 +149,7 @@ class Server:
         try:
             choice = await self._completed(body)
         except _Refused as error:
-            if error.status != http.client.NOT_FOUND:
+            if error.__cause__.code != http.client.NOT_FOUND:
                 raise
             await self.load(name, adapter)
             choice = await self._completed(body)
@@ -170,15 +163,15 @@ class Server:
             raise SamplerError("the server has changed the token ids of a prompt")
         if choice["finish_reason"] not in ("stop", "length"):
             raise SamplerError(f"the server ended a completion by {choice['finish_reason']!r}")
-        experts = choice.get("routed_experts")
-        if experts is not None:
-            experts = np.load(io.BytesIO(base64.b64decode(experts)), allow_pickle=False)
+        experts = None
+        if self.config.posttrain.replay_routing:
+            experts = stored_array(choice, "routed_experts", f"an answer of {self.url}")
         return Turn(
             tokens=np.array(choice["token_ids"], np.int32),
             log_probs=np.array(choice["logprobs"]["token_logprobs"], np.float32),
             text=choice["text"],
             reason=choice["finish_reason"],
-            experts=experts if self.config.posttrain.replay_routing else None,
+            experts=experts,
         )
 
     async def scores(
@@ -239,24 +232,24 @@ class Server:
         theirs = (await self.post("/tokenize", body))["tokens"]
         longest = max(model.get("max_model_len") or 0 for model in models)
         data = self.config.data
-        problems = []
         needed = data.seq_len + (1 if self.stops else 2)  # a teacher makes one more
-        if longest < needed:
-            problems.append(
-                f"has max_model_len={longest}: start it with --max-model-len={needed} or more"
-            )
-        if theirs != ids.tolist():
-            problems.append(
-                f"has another tokenizer: start it with the one of config.data.tokenizer={data.tokenizer!r}"
-            )
+        problems = {  # whether the server has them
+            f"has max_model_len={longest}: start it with --max-model-len={needed} or more": (
+                longest < needed
+            ),
+            f"has another tokenizer: start it with the one of config.data.tokenizer={data.tokenizer!r}": (
+                theirs != ids.tolist()
+            ),
+        }
         if self.stops:
-            problems += await self._policy_problems(name, ids[:8].tolist())
-        raise_all(f"the server {self.url} {problem}" for problem in problems)
+            problems |= await self._policy_problems(name, ids[:8].tolist())
+        found = [problem for problem, has_it in problems.items() if has_it]
+        raise_all(f"the server {self.url} {problem}" for problem in found)
         if not self.stops:
             await self.scores(ids[:8], np.arange(len(ids[:8])) > 0)
         return name
 
-    async def _policy_problems(self, name: str, ids: list[int]) -> list[str]:
+    async def _policy_problems(self, name: str, ids: list[int]) -> dict[str, Any]:
         body = dict(
             model=name,
             prompt=ids,
@@ -270,16 +263,18 @@ class Server:
         choices = [await self._completed(body | dict(temperature=x)) for x in (1.0, 0.5)]
         # log-probabilities at half the temperature differ by twice as much
         spreads = [np.ptp([*x["logprobs"]["top_logprobs"][0].values()]) for x in choices]
-        problems = []
-        if not np.isclose(spreads[1], 2 * spreads[0], rtol=0.05, atol=0.02):
-            problems.append(
-                "returns log-probabilities before the temperature: start it with --logprobs-mode=processed_logprobs"
-            )
-        if not choices[0].get("token_ids"):
-            problems.append("returns no token ids: use vLLM 0.33 or a later version")
-        if self.config.posttrain.replay_routing and not choices[0].get("routed_experts"):
-            problems.append("returns no experts: start it with --enable-return-routed-experts")
-        return problems
+        needs_experts = self.config.posttrain.replay_routing
+        return {
+            "returns log-probabilities before the temperature: start it with --logprobs-mode=processed_logprobs": (
+                not np.isclose(spreads[1], 2 * spreads[0], rtol=0.05, atol=0.02)
+            ),
+            "returns no token ids: use vLLM 0.33 or a later version": not choices[0].get(
+                "token_ids"
+            ),
+            "returns no experts: start it with --enable-return-routed-experts": (
+                needs_experts and not choices[0].get("routed_experts")
+            ),
+        }
 
 
 def open_teacher(config: Config, tokenizer: Tokenizer, text: str) -> Teacher | None:

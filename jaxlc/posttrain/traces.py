@@ -40,7 +40,6 @@ from jaxlc.posttrain.records import (
     TEACHER_FIELDS,
     Trace,
     TraceReader,
-    has_failed,
 )
 from jaxlc.posttrain.trees import (
     PackedTraces,
@@ -178,7 +177,10 @@ def open_traces(
     dtypes = array_dtypes(config)
     fields = FIELDS + EXPERTS_FIELDS * posttrain.replay_routing
     fields += TEACHER_FIELDS * bool(posttrain.teacher_top_k)
-    read, notes = _read(config, tokenizer, sources or data.traces, _SETTING, _traces_in, fields)
+    read, notes = _read(
+        config, tokenizer, sources or data.traces, _SETTING,
+        lambda reader, record: reader.read(record) or [None], fields,
+    )  # fmt: skip
     traces = list(_fitting(filter(None, read), data, notes))
     num_read = len(traces)
     if step is not None:
@@ -234,10 +236,6 @@ def open_traces(
         warnings=(*notes.lines(_SETTING), *without_gradient),
         rewards=rewards,
     )
-
-
-def _traces_in(reader: TraceReader, record: Record) -> Sequence[Trace | None]:
-    return [None] if has_failed(record) else reader.read(record)
 
 
 def _steps(groups: Sequence[Group], config: Config) -> list[list[Tree]]:
