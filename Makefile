@@ -80,7 +80,7 @@ lock: $(READY)  ## update the pinned versions with uv
 	$(VENV)/bin/python -m pip install --quiet uv
 	printf '%s\n' 'jax==0.10.1; python_version < "3.12"' 'jax==0.12.0.1; python_version >= "3.12"' > $(VENV)/jax.txt
 	$(UV_COMPILE) --extra dev --upgrade --output-file requirements.lock
-	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
+	$(UV_COMPILE) --extra plan --no-deps | grep -E '^(jax-cuda|nvidia-)' > requirements-plan.lock
 	$(UV_COMPILE) --constraint requirements.lock --extra cuda12 | grep -E '^(jax-cuda|nvidia-)' > requirements-cuda12.lock
 	for toolkit in 12 13; do $(UV_COMPILE) --extra fa3-cuda$$toolkit --no-deps --generate-hashes \
 	  | sed -n '/^dew-/,/[^\\]$$/p' > requirements-fa3-cuda$$toolkit.lock; done
@@ -135,13 +135,13 @@ endef
 $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(call INSTALL,requirements.lock)
 
-# The GPU compiler; it needs neither a GPU nor NVIDIA's libraries.
+# The GPU compiler and NVIDIA's assembler; they need neither a GPU nor a driver.
 %/.ready-plan: %/.ready requirements-plan.lock
 	$*/bin/python -m pip install --no-deps --requirement requirements-plan.lock
 	@touch $@
 
 .venv-jax0.11/.ready-plan: .venv-jax0.11/.ready
-	$(@D)/bin/python -m pip install --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2
+	$(@D)/bin/python -m pip install --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2 nvidia-cuda-nvcc-cu12==12.9.86
 	@touch $@
 
 .venv-jax0.11/.ready: requirements.lock pyproject.toml

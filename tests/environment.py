@@ -7,6 +7,7 @@ Imported before JAX.
 import importlib.metadata
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 
 _IS_JAX_0_10 = importlib.metadata.version("jax").startswith("0.10.")
@@ -43,12 +44,15 @@ FAST_COMPILATION = " ".join([
 # Nothing reads the machine code of programs for absent GPUs: tests/bin/ptxas writes empty files in place of NVIDIA's
 # assembler, which takes a third of the CPU time of these compilations. The assembler runs if JAXLC_ASSEMBLE is set, as
 # in tests of the kernels of the package. JAX 0.12 compiles some products only with the assembler. Processes that tests
-# start inherit JAXLC_PTXAS, its path.
-_PTXAS = os.environ.get("JAXLC_PTXAS") or shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
-WITHOUT_ASSEMBLER = {
-    "JAXLC_PTXAS": _PTXAS,
-    "PATH": os.pathsep.join([str(_ROOT / "tests" / "bin"), os.environ["PATH"]]),
-} if _IS_JAX_0_10 else {}  # fmt: skip
+# start inherit JAXLC_PTXAS, the path of the assembler: of the extra `plan`, or of a CUDA toolkit.
+ASSEMBLER = Path(sysconfig.get_path("purelib"), "nvidia/cuda_nvcc/bin/ptxas")
+_PTXAS = os.environ.get("JAXLC_PTXAS") or (
+    str(ASSEMBLER) if ASSEMBLER.is_file() else shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+)
+# JAX gives XLA the directory CUDA_ROOT, whose bin/ptxas comes before others.
+WITHOUT_ASSEMBLER = (
+    {"JAXLC_PTXAS": _PTXAS, "CUDA_ROOT": str(_ROOT / "tests")} if _IS_JAX_0_10 else {}
+)
 
 
 def for_user(**variables: str) -> dict[str, str]:

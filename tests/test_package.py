@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.cli import VERBS, main_of
+from tests.environment import ASSEMBLER
 from tests.helpers import TIMEOUT_SECONDS, png_size
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +154,16 @@ def test_pyproject_lists_every_package_of_the_tree():
     directories = {path.parent.relative_to(ROOT) for path in (ROOT / "jaxlc").rglob("*.py")}
     configs = {"jaxlc.configs", "jaxlc.configs.recipes"}
     assert set(listed) == {".".join(directory.parts) for directory in directories} | configs
+
+
+@pytest.mark.gpu_compiler
+def test_extra_plan_installs_the_assembler():
+    """XLA starts it, and machines without a CUDA toolkit have no other one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["plan"]
+    assert any(line.startswith("nvidia-cuda-nvcc-cu12>=") for line in extra)
+    assert "nvidia-cuda-nvcc-cu12==" in (ROOT / "requirements-plan.lock").read_text()
+    assert ASSEMBLER.is_file()
 
 
 def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):

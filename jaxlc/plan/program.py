@@ -354,6 +354,8 @@ def _compiled(
             first_line = str(error).partition("\n")[0]
             if first_line.startswith("INTERNAL"):
                 advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
+            if "No PTX compilation provider" in first_line:
+                advice = "install NVIDIA's assembler: pip install nvidia-cuda-nvcc-cu12"
             seq_len = step.config.data.seq_len
             raise UserError(
                 f"compilation failed with config.data.seq_len={seq_len}: {first_line}; {advice}"

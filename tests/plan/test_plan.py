@@ -463,7 +463,8 @@ def test_plan_of_unsupported_settings_raises_one_line(settings, words):
 @pytest.mark.parametrize("status, advice", [
     ("INTERNAL: No supported config found for HLO: %gemm_fusion_dot", "a defect of the compiler of JAX"),
     ("RESOURCE_EXHAUSTED: too many elements", "use a shorter sequence or a larger config.mesh.context"),
-], ids=["internal", "size"])  # fmt: skip
+    ("UNAVAILABLE: No PTX compilation provider is available", "pip install nvidia-cuda-nvcc-cu12"),
+], ids=["internal", "size", "assembler"])  # fmt: skip
 def test_plan_with_failing_compiler_advises_by_status(status, advice, monkeypatch):
     def fail(*args, **kwargs):
         raise jax.errors.JaxRuntimeError(f"{status}\nmore lines")
