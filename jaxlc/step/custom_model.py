@@ -18,7 +18,7 @@ from jaxlc.step.loss import (
     TokenLoss,
     check_losses,
     loss_sums,
-    token_losses,
+    sums_and_losses,
     weighted_sums,
 )
 from jaxlc.step.objective import accumulate
@@ -105,8 +105,9 @@ class CustomObjective:
         hidden_BTD, head_DV = self.features(params, batch)
         if head_DV is None:
             return self._losses_of_logits(hidden_BTD, batch.targets).cross_entropy
-        head_DV = self._padded_head(head_DV)
-        return token_losses(hidden_BTD, None, head_DV, batch.targets, self._loss_spec)
+        weights_BT = jnp.ones(batch.targets.shape, jnp.float32)
+        values = self._padded_head(head_DV), batch.targets, weights_BT, self._loss_spec
+        return sums_and_losses(hidden_BTD, None, *values)[1]
 
     def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
         """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and

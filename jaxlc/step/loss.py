@@ -67,7 +67,7 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The static arguments of `loss_sums` and `token_losses`; hashable."""
+    """The static arguments of `loss_sums` and `sums_and_losses`; hashable."""
 
     mesh: Mesh
     vocab_size: int  # columns of the head from this index on are padding
@@ -133,19 +133,6 @@ class _ChunkCarry(NamedTuple):
     x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
     dscale_D: jax.Array | None  # float32, as dhead_Dv; None if it is not differentiated
     dhead_Dv: jax.Array | None  # the gradient from this rank's tokens
-
-
-def token_losses(
-    x_BTD: jax.Array,
-    scale_D: jax.Array | None,
-    head_DV: jax.Array,
-    targets_BT: jax.Array,
-    spec: LossSpec,
-    teacher: Teacher | None = None,
-) -> jax.Array:
-    """Loss of each token, float32 of the targets' shape; not differentiable."""
-    weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
-    return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher)[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -216,8 +203,9 @@ def sums_and_losses(
     teacher: Teacher | None = None,
     differentiated: _Differentiated | None = None,
 ):
-    """The results of `loss_sums` and `token_losses`; not differentiable. Unless `differentiated` is
-    None, also dx_BTD, dscale_D, dhead_DV, None if it is frozen.
+    """The results of `loss_sums`, and the loss of each token, float32 of the targets' shape; not
+    differentiable. Unless `differentiated` is None, also dx_BTD, dscale_D, dhead_DV, None if it is
+    frozen.
     """
     if head_DV.ndim == len(_HEAD_DIMS):  # not of the copy of a node
         spec = dataclasses.replace(spec, nodes=None)

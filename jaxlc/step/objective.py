@@ -13,10 +13,9 @@ See `sharding.mesh`. Norm scales, biases and other vectors have no copy: they ar
 not sharded.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -72,7 +71,6 @@ from jaxlc.step.loss import (
     expert_sums,
     loss_sums,
     sums_and_losses,
-    token_losses,
     weighted_loss,
 )
 from jaxlc.step.remat import make_remat, saves_attention
@@ -325,9 +323,9 @@ class Objective:
             return part
         adapters = {name for name in lora.names_of(self.dims) if is_adapter(name)}
         base_params, _ = lora.split(lax.stop_gradient(params), adapters)
-        posttrain = dataclasses.replace(posttrain, replay_routing=False)
-        config = dataclasses.replace(self.config, lora=LoraConfig(), posttrain=posttrain)
-        base = dataclasses.replace(self, config=config)
+        posttrain = replace(posttrain, replay_routing=False)
+        config = replace(self.config, lora=LoraConfig(), posttrain=posttrain)
+        base = replace(self, config=config)
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
     def _divergence(self, params, batch: Batch) -> jax.Array | None:
@@ -359,7 +357,7 @@ class Objective:
         """
         posttrain = self.config.posttrain
         weights = self._in_tiles(weights_BT)
-        spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.is_policy)
+        spec = replace(self._training_loss_spec, with_entropy=posttrain.is_policy)
         forward, losses = sums_and_losses(
             *map(lax.stop_gradient, hidden_and_head), targets, weights, spec
         )
@@ -387,8 +385,10 @@ class Objective:
           spec: instead of that for evaluation.
         """
         *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        values = self._in_tiles(batch.targets), spec or self._loss_spec, self._teacher(batch)
-        return self._in_sequences(token_losses(*hidden_and_head, *values))
+        targets = self._in_tiles(batch.targets)
+        values = jnp.ones(targets.shape, jnp.float32), spec or self._loss_spec, self._teacher(batch)
+        _, losses = sums_and_losses(*hidden_and_head, targets, *values)
+        return self._in_sequences(losses)
 
     def _teacher(self, batch: Batch) -> Teacher | None:
         if batch.teacher_tokens is None:
@@ -429,7 +429,7 @@ class Objective:
 
     @property
     def _training_loss_spec(self) -> LossSpec:
-        return dataclasses.replace(self._loss_spec, temperature=self.config.posttrain.temperature)
+        return replace(self._loss_spec, temperature=self.config.posttrain.temperature)
 
     def _hidden_and_head(
         self,
@@ -503,7 +503,7 @@ class Objective:
         memory = self.config.memory
         if lacks_host_memory(self.mesh) is None:
             return memory
-        return dataclasses.replace(memory, save=(*memory.save, *memory.offload), offload=())
+        return replace(memory, save=(*memory.save, *memory.offload), offload=())
 
     @property
     def _num_tiles(self) -> int:

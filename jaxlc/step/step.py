@@ -6,11 +6,10 @@ the metrics. Before it is compiled, its attention kernels are checked on the GPU
 train.
 """
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -141,7 +140,7 @@ def build_step(
     """
     on_devices = precision.on_devices(config.precision, mesh.devices.flat)
     if on_devices != config.precision:
-        config = dataclasses.replace(config, precision=on_devices)
+        config = replace(config, precision=on_devices)
         check(config, on_devices=False)
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
@@ -385,17 +384,15 @@ class TrainStep:
         if self.model is not None:
             raise Unsupported("unsupported: config.posttrain.reference='model' with a custom model")
         init_from = config.posttrain.reference_model or config.model.init_from
-        reference_config = dataclasses.replace(
+        reference_config = replace(
             config,
-            model=dataclasses.replace(config.model, init_from=init_from),
-            memory=dataclasses.replace(
-                config.memory, parameters="host", optimizer="device", remat="full"
-            ),
-            train=dataclasses.replace(config.train, trainable=(), frozen=()),
+            model=replace(config.model, init_from=init_from),
+            memory=replace(config.memory, parameters="host", optimizer="device", remat="full"),
+            train=replace(config.train, trainable=(), frozen=()),
             lora=LoraConfig(),
-            posttrain=dataclasses.replace(config.posttrain, replay_routing=False),
+            posttrain=replace(config.posttrain, replay_routing=False),
         )
-        return dataclasses.replace(self, config=reference_config)
+        return replace(self, config=reference_config)
 
     @cached_property
     def jitted_log_probs(self):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.step.loss import LossSpec, Teacher, loss_sums, token_losses
+from jaxlc.step.loss import LossSpec, Teacher, loss_sums, sums_and_losses
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, D, V, V_PADDED = 2, 24, 8, 13, 16
@@ -70,7 +70,8 @@ def _assert_parity(spec, shape):
     for mine, theirs in zip(got, expected):
         assert max_relative_error(mine.reshape(theirs.shape), 3.0 * theirs) <= FLOAT32_PARITY
     assert (got[2][:, V:] == 0).all()  # vocabulary padding has no gradient
-    losses = jax.jit(token_losses, static_argnums=4)(x_BTD, scale_D, head_DV, targets_BT, spec)
+    inputs = x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec
+    _, losses = jax.jit(sums_and_losses, static_argnums=5)(*inputs)
     assert losses.shape == shape
     np.testing.assert_allclose(losses.reshape(B, T), losses_BT, rtol=1e-5)
 
@@ -153,8 +154,8 @@ def test_distillation_equals_the_dense_divergence_in_float64(axes, top_k, scale)
     got = (jnp.moveaxis(got[0], 0, 1).reshape(expected[0].shape), *got[1:])
     for mine, theirs in zip(got, expected):
         assert max_relative_error(mine, theirs) <= FLOAT32_PARITY
-    inputs = x_BTD, scale_D, head_DV, targets_BT, spec, teacher
-    losses = jax.jit(token_losses, static_argnums=4)(*inputs)
+    inputs = x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher
+    _, losses = jax.jit(sums_and_losses, static_argnums=5)(*inputs)
     assert losses.shape == tiles
     atol = 1e-6 * np.abs(losses_BT).max()
     np.testing.assert_allclose(jnp.moveaxis(losses, 0, 1).reshape(B, T), losses_BT, rtol=1e-5, atol=atol)  # fmt: skip
