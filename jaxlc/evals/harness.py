@@ -232,7 +232,7 @@ class HarnessModel(TemplateLM):
             ]
             # few sizes, few compiled programs
             num_candidates = 2 ** (max(map(len, candidates)) - 1).bit_length()
-            log_probs_Bn, is_best_Bn = self._result.model.log_probs(
+            log_probs_Bn, is_best_Bn, *_ = self._result.model.scores(
                 self._rows(batch, len(batch[0])),
                 *(self._rows(x, num_candidates) for x in (positions, candidates)),
             )

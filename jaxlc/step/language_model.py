@@ -2,11 +2,10 @@
 sequences.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,22 +150,6 @@ class LanguageModel:
         padded = self._padded(tokens)
         return padded.result(np.asarray(padded.token_losses(*padded.operands)), end=-1)
 
-    def log_probs(
-        self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """How probable candidates for the next token are. The logits exist in chunks only, on the devices.
-
-        Args:
-          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on earlier ones only.
-          positions: token indices, int [B, n]: candidate [b, i] follows token [b, positions[b, i]].
-          candidates: token ids, int [B, n].
-        Returns:
-          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the most probable token,
-          bool [B, n].
-        """
-        scores = self.scores(tokens, positions, candidates)
-        return scores.log_probs, scores.is_best
-
     def scores(
         self,
         tokens: Tokens,
@@ -176,9 +159,15 @@ class LanguageModel:
         records_experts: bool = False,
         top_k: int = 0,
     ) -> "TokenScores":
-        """As `log_probs`, of logits divided by `temperature`, with the entropy of each
-        distribution, with `records_experts` the experts of all tokens, and the `top_k` most
-        probable tokens.
+        """How probable candidates for the next token are, with logits divided by `temperature`, and
+        the entropy of each distribution. The logits exist in chunks only, on the devices.
+
+        Args:
+          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on earlier ones only.
+          positions: token indices, int [B, n]: candidate [b, i] follows token [b, positions[b, i]].
+          candidates: token ids, int [B, n].
+          records_experts: return the experts of all tokens.
+          top_k: return this number of most probable tokens.
         """
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
@@ -274,16 +263,14 @@ class LanguageModel:
         tile_tokens = self.config.memory.tile_tokens
         if tile_tokens and num_tokens % (self.mesh.shape[CONTEXT] * tile_tokens):
             tile_tokens = 0
-        config = dataclasses.replace(
+        config = replace(
             self.config,
-            data=dataclasses.replace(self.config.data, seq_len=num_tokens),
-            attention=dataclasses.replace(
-                self.config.attention, document_mask=True, shared_prefixes=0
-            ),
+            data=replace(self.config.data, seq_len=num_tokens),
+            attention=replace(self.config.attention, document_mask=True, shared_prefixes=0),
             posttrain=PosttrainConfig(),
-            memory=dataclasses.replace(self.config.memory, tile_tokens=tile_tokens),
+            memory=replace(self.config.memory, tile_tokens=tile_tokens),
         )
-        return dataclasses.replace(self._step, config=config)
+        return replace(self._step, config=config)
 
     def _padded(self, tokens: Tokens) -> _Padded:
         ids = np.asarray(tokens)

@@ -23,7 +23,7 @@ def test_log_probs_have_the_rope_of_logits(is_pretrained):
     model = LanguageModel(step, params, load_tokenizer("bytes"), is_pretrained=is_pretrained)
     ids = np.random.default_rng(0).integers(0, 61, (1, 20))
     expected_V = np.asarray(jax.nn.log_softmax(model.logits(ids)[0, 19]))
-    log_probs, _ = model.log_probs(ids, np.full((1, 61), 19), np.arange(61)[None])
+    log_probs, *_ = model.scores(ids, np.full((1, 61), 19), np.arange(61)[None])
     np.testing.assert_allclose(log_probs[0], expected_V, rtol=1e-4, atol=1e-5)
 
 

@@ -184,15 +184,15 @@ def test_logits_are_causal_and_independent_of_padding_and_batch(result):
     positions_Bn = np.array([[3, 49], [0, 7], [20, 20]])
     chosen_BnV = np.asarray(jax.nn.log_softmax(logits_BTV))[np.arange(3)[:, None], positions_Bn]
     candidates_Bn = np.stack([chosen_BnV[:, 0].argmax(-1), chosen_BnV[:, 1].argmin(-1)], axis=1)
-    log_probs_Bn, is_best_Bn = model.log_probs(ids, positions_Bn, candidates_Bn)
+    log_probs_Bn, is_best_Bn, *_ = model.scores(ids, positions_Bn, candidates_Bn)
     expected_Bn = np.take_along_axis(chosen_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(log_probs_Bn, expected_Bn, rtol=1e-4, atol=1e-5)
     assert is_best_Bn.tolist() == [[True, False]] * 3
     # it is padding
     with pytest.raises(UserError, match="invalid positions: position 50, expected 0 to 49"):
-        model.log_probs(ids, positions_Bn + 1, candidates_Bn)
+        model.scores(ids, positions_Bn + 1, candidates_Bn)
     with pytest.raises(UserError, match="invalid candidates: token -1, expected 0 to 256"):
-        model.log_probs(ids, positions_Bn, np.full_like(candidates_Bn, -1))
+        model.scores(ids, positions_Bn, np.full_like(candidates_Bn, -1))
     for positions in ([3, -1], -1, slice(-9, None)):
         chosen = model.logits(ids, positions=positions)
         np.testing.assert_allclose(chosen, logits_BTV[:, positions], rtol=1e-4, atol=1e-5)
