@@ -125,10 +125,9 @@ class CachedStep:
         updated = {}
         chosen = []
         for segment in model.segments:
-            layers = getattr(module, segment.name)
             name = segment.name
             x_BCD, updated[name], chosen_of_layers = self._run_stack(
-                layers, segment, x_BCD, cache[name], run_layer
+                getattr(module, name), segment, x_BCD, cache[name], run_layer
             )
             chosen += chosen_of_layers
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
@@ -542,14 +541,11 @@ class Output:
         self._tokens.append(token)
         self._log_probs.append(log_prob)
         is_end = token in self._stop_ids
+        is_last = len(self._tokens) == self._max_tokens
         self._stream.add(token, is_hidden=is_end)
-        if is_end or self._stream.is_stopped:
-            self.finish_reason = "stop"
-        elif len(self._tokens) == self._max_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason:
+        if is_end or is_last or self._stream.is_stopped:
             self._stream.finish()  # which may complete a stop string
-            self.finish_reason = "stop" if self._stream.is_stopped else self.finish_reason
+            self.finish_reason = "stop" if is_end or self._stream.is_stopped else "length"
 
     def take(self) -> str:
         return self._stream.take(is_last=bool(self.finish_reason))

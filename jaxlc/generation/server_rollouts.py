@@ -17,7 +17,6 @@ import jax
 from jax.experimental.multihost_utils import process_allgather
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
-from jaxlc.config import Config
 from jaxlc.config.models.config_json import family_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, file_fingerprint, local_path, write_errors_explained
@@ -122,7 +121,7 @@ class ServerRollouts(RolloutMaker):
         target = self._directory / str(version)
         if on_process_0(target.is_dir):
             return
-        gathered = _gathered(params, self._config)
+        gathered = _gathered(params, self._step)
         on_process_0(lambda: self._write_version(gathered, target))
 
     def _write_version(self, params: Params, target: Path) -> None:
@@ -145,12 +144,11 @@ class ServerRollouts(RolloutMaker):
                 shutil.rmtree(other)
 
 
-def _gathered(params: dict, config: Config) -> Params:
+def _gathered(params: dict, step: TrainStep) -> Params:
     """The trained parameters of a training state; every process calls it."""
-    model = config.model
-    dims = decoder.dims_of(config.model, config.lora)
-    trained, _ = lora.split(params, lora.frozen_names(config, lora.names_of(dims)))
-    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
+    model = step.config.model
+    trained, _ = lora.split(params, step.frozen)
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, step.config.lora)))
     arrays = {}
     for path, x in paths_of(trained):
         without_padding = tuple(map(slice, abstract[path].shape))  # of the vocabulary

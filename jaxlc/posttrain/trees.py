@@ -12,11 +12,10 @@ what is in the loss may differ between traces that share a token. A sequence has
 tokens times levels: enough for a tree of branches of equal lengths, whose root is a prompt.
 """
 
-import dataclasses
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -133,7 +132,7 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, levels: int) -> list[Tree]
             parts[-1].append(trace)
         for number, part in enumerate(parts):
             smaller = _all_trees(part, levels)
-            found += [dataclasses.replace(x, repeats=number > 0) for x in smaller]
+            found += [replace(x, repeats=number > 0) for x in smaller]
     return found
 
 
@@ -266,7 +265,7 @@ def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
     tokens = np.concatenate([trace.tokens[:first], other.tokens[first_other:]])
     in_loss = np.concatenate([trace.in_loss[:first], other.in_loss[first_other:]])
     values = dict(where="", advantage=None, recorded={}, has_loss=False)
-    joined = dataclasses.replace(trace, tokens=tokens, in_loss=in_loss, **values)
+    joined = replace(trace, tokens=tokens, in_loss=in_loss, **values)
     return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
 
 
@@ -409,7 +408,7 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
         for traces, reward, advantage in zip(trajectories, rewards, advantages)
         for trace in traces
     }
-    return [dataclasses.replace(trace, **values_of[id(trace)]) for trace in group]
+    return [replace(trace, **values_of[id(trace)]) for trace in group]
 
 
 def trajectories_of(group: Sequence[Trace]) -> list[list[Trace]]:
