@@ -371,7 +371,15 @@ class ChatSession:
                 f"the conversation has {len(ids):,} tokens, and with an answer of {self._max_tokens:,} more than"
                 f" max_context={self._max_context:,}: start a new one, or use a larger max_context"
             )
-        num_kept = self._rewind(ids)
+        # the tokens of the cache before the first difference, without the last token of `ids`, whose
+        # logits are needed
+        num_kept = num_equal(self._ids, ids[:-1])
+        if any(jax.tree.leaves(self._batch.is_state)):
+            while self._states[-1][0] > num_kept:
+                self._states.pop()
+            num_kept, states = self._states[-1]
+            self._batch.restore(states)
+        self._batch.rewind(ids[:num_kept])
         self.num_prefilled = len(ids) - num_kept
         logits_BV = self._batch.extend([ids[num_kept:]] * self._batch.num_sequences)
         self._ids = ids
@@ -390,19 +398,6 @@ class ChatSession:
         self._keep_states()
         output.finish_reason = output.finish_reason or "interrupted"
         return output.result()
-
-    def _rewind(self, ids: np.ndarray) -> int:
-        """Returns how many of the tokens in the cache are kept: those before the first difference,
-        without the last token of `ids`, whose logits are needed.
-        """
-        kept = num_equal(self._ids, ids[:-1])
-        if any(jax.tree.leaves(self._batch.is_state)):
-            while self._states[-1][0] > kept:
-                self._states.pop()
-            kept, states = self._states[-1]
-            self._batch.restore(states)
-        self._batch.rewind(ids[:kept])
-        return kept
 
     def _keep_states(self) -> None:
         self._states.append((len(self._ids), self._batch.copied_states()))

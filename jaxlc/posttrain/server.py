@@ -153,13 +153,7 @@ class Server:
                 raise
             await self.load(name, adapter)
             choice = await self._completed(body)
-        return self._turn(body["prompt"], choice)
-
-    async def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
-        return (await self.post("/v1/completions", body))["choices"][0]
-
-    def _turn(self, ids: list[int], choice: dict[str, Any]) -> Turn:
-        if choice["prompt_token_ids"] != ids:
+        if choice["prompt_token_ids"] != body["prompt"]:
             raise SamplerError("the server has changed the token ids of a prompt")
         if choice["finish_reason"] not in ("stop", "length"):
             raise SamplerError(f"the server ended a completion by {choice['finish_reason']!r}")
@@ -173,6 +167,9 @@ class Server:
             reason=choice["finish_reason"],
             experts=experts,
         )
+
+    async def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
+        return (await self.post("/v1/completions", body))["choices"][0]
 
     async def scores(
         self, tokens: np.ndarray, in_loss: np.ndarray

@@ -95,7 +95,13 @@ class CustomObjective:
         """See `Objective.loss_and_grads`."""
 
         def objective(params, _histories, part: Batch):
-            sums = self._loss_sums(params, part)
+            hidden_BTD, head_DV = self.features(params, part)
+            weights_BT = token_weights(part)
+            if head_DV is None:
+                sums = weighted_sums(self._losses_of_logits(hidden_BTD, part.targets), weights_BT)
+            else:
+                values = self._padded_head(head_DV), part.targets, weights_BT, self._loss_spec
+                sums = loss_sums(hidden_BTD, None, *values)
             return sums.objective, sums.cross_entropy
 
         return *accumulate(objective, params, batch, self.dims, histories), None
@@ -137,14 +143,6 @@ class CustomObjective:
     @cached_property
     def _loss_spec(self) -> LossSpec:
         return LossSpec.from_config(self.config, self.mesh, self.token_loss)
-
-    def _loss_sums(self, params, batch: Batch) -> LossSums:
-        hidden_BTD, head_DV = self.features(params, batch)
-        weights_BT = token_weights(batch)
-        if head_DV is None:
-            return weighted_sums(self._losses_of_logits(hidden_BTD, batch.targets), weights_BT)
-        head_DV = self._padded_head(head_DV)
-        return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
 
     def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> LossSums:
         """What `weighted_sums` sums, float32 [B, T]."""

@@ -273,7 +273,13 @@ def _local(
         x_cD, values_c = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (carry.x_tD, values_t)
         )
-        normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
+        normed_cD, norm_vjp = jax.vjp(
+            lambda x_cD, scale_D: (
+                x_cD if scale_D is None else rms_norm(x_cD, scale_D, epsilon=spec.norm_epsilon)
+            ),
+            x_cD,
+            scale_D,
+        )
         sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, values_c, spec, differentiated)
         carry = carry._replace(
             losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0)
@@ -353,10 +359,6 @@ def _chunk_loss(
                 "cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32
             )
     return sums, own_losses_c, dnormed_cD, dhead_Dv
-
-
-def _norm(x_cD: jax.Array, scale_D: jax.Array | None, spec: LossSpec) -> jax.Array:
-    return x_cD if scale_D is None else rms_norm(x_cD, scale_D, epsilon=spec.norm_epsilon)
 
 
 def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
