@@ -34,7 +34,6 @@ from jaxlc.data.sequences.loader import (
 )
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.records import Trace
 from jaxlc.posttrain.traces import Prompt, Traces, open_prompts, open_traces
 
 DECODED = "decoded_rollouts"  # directories in the workdir
@@ -147,7 +146,20 @@ class RolloutSequences:
         """
         traces = self.at_step(step).train.traces
         every = -(-len(traces) // _MAX_DECODED) or 1
-        return [self._decoded(trace) for trace in traces[::every]]
+        records = []
+        for trace in traces[::every]:
+            prompt, answer = np.split(trace.tokens, [trace.num_prompt_tokens])
+            # for people; training reads the tokens
+            text = dict(
+                prompt=self._tokenizer.decode(prompt, special_tokens=True),
+                answer=self._tokenizer.decode(answer),
+            )
+            known = dict(group=trace.group, policy_step=trace.policy_step, reward=trace.reward)
+            known = {name: value for name, value in known.items() if value is not None}
+            records.append(
+                dict(record=trace.where, **known, truncated=trace.is_truncated, text=text)
+            )
+        return records
 
     def digests(self, steps: Iterable[int]) -> dict[str, str]:
         """The SHA-256 digests of the files of these steps that were read, by step, for a
@@ -201,17 +213,6 @@ class RolloutSequences:
         for warning in traces.warnings:
             self._log(f"warning: step {step}: {warning}")
         return traces
-
-    def _decoded(self, trace: Trace) -> dict[str, Any]:
-        prompt, answer = np.split(trace.tokens, [trace.num_prompt_tokens])
-        # for people; training reads the tokens
-        text = dict(
-            prompt=self._tokenizer.decode(prompt, special_tokens=True),
-            answer=self._tokenizer.decode(answer),
-        )
-        known = dict(group=trace.group, policy_step=trace.policy_step, reward=trace.reward)
-        known = {name: value for name, value in known.items() if value is not None}
-        return dict(record=trace.where, **known, truncated=trace.is_truncated, text=text)
 
     def _wait(self, step: int) -> None:
         """Waits for the file of a step; for the one that training needs, prints a line per minute, and

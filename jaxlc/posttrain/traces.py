@@ -315,13 +315,11 @@ def _read(
     """What `read` makes of the records that can be used, and what was noticed."""
     notes = Notes(config.data.max_bad_records)
     encoder = Encoder(tokenizer, config.data.chat_template, notes)
-    experts_of = config.model if config.posttrain.replay_routing else None
-    top_k = config.posttrain.teacher_top_k
     reader = TraceReader(
         encoder,
         config.model.vocab_size,
-        experts_of,
-        top_k,
+        config.model if config.posttrain.replay_routing else None,
+        config.posttrain.teacher_top_k,
         refuses_labels=not config.posttrain.is_labeled,
     )
     items = []

@@ -237,7 +237,14 @@ def labeled_steps(
         part = traces[begin : begin + count]
         pairs: list[Trace] = []
         for trace, other in zip(part, (part[-1], *part[:-1])):
-            pairs += [trace, _mismatched(trace, other, seq_len)]
+            first = trace.num_prompt_tokens
+            first_other = other.num_prompt_tokens
+            tokens = np.concatenate([trace.tokens[:first], other.tokens[first_other:]])
+            in_loss = np.concatenate([trace.in_loss[:first], other.in_loss[first_other:]])
+            values = dict(where="", advantage=None, recorded={}, has_loss=False)
+            mismatched = replace(trace, tokens=tokens, in_loss=in_loss, **values)
+            fits = len(tokens) <= seq_len + 1
+            pairs += [trace, mismatched if fits else mismatched.cut(seq_len + 1)]
         groups = groups_of(pairs)
         of_step = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
         return sequences_of(of_step, seq_len, levels, batch_size)
@@ -256,17 +263,6 @@ def labeled_steps(
         found += step_of(count)
         begin += count
     return found
-
-
-def _mismatched(trace: Trace, other: Trace, seq_len: int) -> Trace:
-    """The prompt of a trace with the answer of another one; it has no loss."""
-    first = trace.num_prompt_tokens
-    first_other = other.num_prompt_tokens
-    tokens = np.concatenate([trace.tokens[:first], other.tokens[first_other:]])
-    in_loss = np.concatenate([trace.in_loss[:first], other.in_loss[first_other:]])
-    values = dict(where="", advantage=None, recorded={}, has_loss=False)
-    joined = replace(trace, tokens=tokens, in_loss=in_loss, **values)
-    return joined.cut(seq_len + 1) if len(tokens) > seq_len + 1 else joined
 
 
 class PackedTraces:
