@@ -4,5 +4,7 @@ import sys
 
 from jaxlc.cli import main_of
 
+main = main_of("recommend")
+
 if __name__ == "__main__":
-    sys.exit(main_of("recommend")(sys.argv))
+    sys.exit(main(sys.argv))

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -260,6 +261,14 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_has_a_main_function(verb):
     assert callable(main_of(verb))
+
+
+def test_modules_that_run_as_commands_have_a_main_function():
+    """Notebooks and scripts of users call it."""
+    pattern = re.compile(r"^(main = |def main\(|from \S+ import (\w+ as )?main$)", re.MULTILINE)
+    texts = {path: path.read_text() for path in (ROOT / "jaxlc").rglob("*.py")}
+    run = [path for path, text in texts.items() if '__name__ == "__main__"' in text]
+    assert len(run) > 10 and all(pattern.search(texts[path]) for path in run)
 
 
 def test_public_api_is_complete_and_typed():

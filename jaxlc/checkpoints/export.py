@@ -57,6 +57,7 @@ from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, witho
 from jaxlc.data.tokens.encoder import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import (
     Tokenizer,
+    load_tokenizer,
     starting_with,
     tokenizer_file,
     tokenizer_of,
@@ -97,8 +98,10 @@ def write_text_files(
         (target / GENERATION_FILE).unlink(missing_ok=True)
     changes: dict[str, Any] = {}
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
-    data = replace(config.data, tokenizer=str(target)) if has_tokenizer else config.data
-    tokenizer = tokenizer_of(data)
+    if has_tokenizer:
+        tokenizer = tokenizer_of(replace(config.data, tokenizer=str(target)))
+    else:  # the source may have none
+        tokenizer = load_tokenizer("bytes")
     if tokenizer.start_ids.tolist() != tokenizer.own_start_ids.tolist():
         _write(
             target / TOKENIZER_FILE,

@@ -4,5 +4,7 @@ import sys
 
 from jaxlc.cli import main_of
 
+main = main_of("plan")
+
 if __name__ == "__main__":
-    sys.exit(main_of("plan")(sys.argv))
+    sys.exit(main(sys.argv))
