@@ -147,7 +147,10 @@ class LanguageModel:
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks
         only.
         """
-        padded = self._padded(tokens)
+        return self._token_losses(tokens, min_tokens=1)
+
+    def _token_losses(self, tokens: Tokens, min_tokens: int) -> np.ndarray:
+        padded = self._padded(tokens, min_tokens)
         return padded.result(np.asarray(padded.token_losses(*padded.operands)), end=-1)
 
     def scores(
@@ -194,12 +197,7 @@ class LanguageModel:
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        losses = self.token_losses(tokens)
-        if not losses.size:
-            raise UserError(
-                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
-            )
-        return float(losses.mean(dtype=np.float64))
+        return float(self._token_losses(tokens, min_tokens=2).mean(dtype=np.float64))
 
     def __repr__(self) -> str:
         num_parameters = num_entries(self.params)
@@ -272,7 +270,7 @@ class LanguageModel:
         )
         return replace(self._step, config=config)
 
-    def _padded(self, tokens: Tokens) -> _Padded:
+    def _padded(self, tokens: Tokens, min_tokens: int = 1) -> _Padded:
         ids = np.asarray(tokens)
         if isinstance(tokens, str):
             ids = with_start(self.tokenizer.encode(tokens.encode()), self.tokenizer)
@@ -300,6 +298,10 @@ class LanguageModel:
             self.config.model.vocab_size,
             "tokens",
         )
+        if num_tokens < min_tokens:
+            raise UserError(
+                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
+            )
         # All sequences have as many tokens as the first, except those that are only padding.
         first, order = step.sequence_order.arranged(
             {name: array[0] for name, array in arrays.items()}
