@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxlc
-from jaxlc.cli import VERBS, main_of, training
+from jaxlc.cli import VERBS, main_of
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.settings import converted, hint_at
 from jaxlc.core.errors import EXTRAS as extras_of_packages
@@ -169,7 +169,7 @@ def test_pip_finds_the_packages_that_messages_advise():
     requirements = {
         requirement for requirement in requirements if not requirement.startswith("jaxlc[")
     }
-    assert len(named) == 3 and {"plan", "nvshmem", "hf", "plot"} <= extras
+    assert len(named) == 4 and {"plan", "nvshmem", "hf", "plot"} <= extras
     pip = (
         sys.executable,
         "-m",
@@ -270,8 +270,7 @@ def test_command_that_an_error_advises_starts_its_work(
     monkeypatch.setattr("jaxlc.data.corpus.open_corpus", start)
 
     def run(verb: str, *arguments: str) -> int:
-        main = training.preflight if verb == "preflight" else main_of(verb)
-        return main([verb, *arguments])
+        return main_of(verb)([verb, *arguments])
 
     verb, *arguments = command.split()
     assert run(verb, *arguments) == 2
