@@ -22,8 +22,8 @@ CACHE = {
 
 # Processes that tests start collect no garbage (tests/site), and JAX writes no Python frames into programs: together a
 # fifth of the CPU time of a run of a few steps. The first process stores the compiled modules of the package, half a
-# CPU second for each of the others. The commands of the documentation (tests/test_documentation.py) and of the
-# installed package (tests/test_package.py) collect garbage as those of users do.
+# CPU second for each of the others. Commands in the documentation (tests/test_documentation.py) and of the installed
+# package (tests/test_package.py) collect garbage, as for users.
 _ROOT = Path(__file__).parents[1]
 _PYTHONPATH = [os.environ.get("PYTHONPATH"), str(_ROOT), str(_ROOT / "tests" / "site")]
 FAST_START = {

@@ -88,7 +88,7 @@ def read_description(directory: Path, target: RestoreTarget):
     shapes = shapes_of(abstract_state)
     try:
         padded = check_same_shapes(directory, stored_shapes, shapes, model["vocab_size"])
-    except UserError:  # the name of a setting says more than that of an array
+    except UserError:  # the name of a setting is clearer than the name of an array
         known = {path: value for path, value in target.array_settings.items() if path in settings}
         _check_same_settings(directory, settings, known)
         raise

@@ -143,7 +143,7 @@ class ConfigFlags(VerbFlags):
     """The flags of every verb that takes a config."""
 
     uses_devices: ClassVar[bool] = True  # False: the mesh of the config need not divide its model
-    # Makes the config to start from, of that of --config, or None, and of the values of the flags; None: there is none.
+    # (the config that --config names, or None, and the values of the flags) -> the config to start from, or None
     base: ClassVar[Callable[[ConfigDict | None, Mapping[str, Any]], ConfigDict | None]] = (
         lambda config, flags: config
     )

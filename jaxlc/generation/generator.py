@@ -450,7 +450,7 @@ class Batch:
         return jax.tree.map(lambda short, long: short.shape == long.shape, *caches)
 
     def copied_states(self) -> Cache:
-        """Copies of the states, and None for other arrays; a step updates those of the cache in place."""
+        """Copies of the states, and None for other arrays: a step updates the cache in place."""
         return jax.tree.map(
             lambda is_state, x: jnp.copy(x) if is_state else None, self.is_state, self._cache
         )

@@ -392,7 +392,7 @@ def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Mo
 
 
 def _outputs(part: Layout) -> np.ndarray:
-    """The places of the outputs of a projection among those of its module."""
+    """Where the outputs of a projection are in its module, int [outputs]."""
     if part.tensor.num_inputs is None:
         return np.r_[part.stored_columns(slice(0, part.shape[-1]))]
     return np.r_[*part.stored_rows(slice(0, part.part_shape[0]))]

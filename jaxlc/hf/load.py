@@ -290,7 +290,7 @@ def layouts_of(
     padding.
 
     Args:
-      choose: returns the layout of a parameter, or that of its alias.
+      choose: (the layout of a parameter, the layout of its alias) -> the one to use.
     """
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
     abstract = shapes_of(model)
@@ -320,7 +320,7 @@ def layouts_of(
 
 
 def _as_stored(stored: Mapping[str, StoredTensor], layout: Layout, other: Layout) -> Layout:
-    """`layout`, or that of its alias if the files have it in the first layer."""
+    """`layout`, or `other`, its alias, if the files have the alias in the first layer."""
     tensor = stored.get(other.name_at((0,) * len(other.stack_shape)))
     has_other = tensor is not None and (
         other.tensor.name != layout.tensor.name

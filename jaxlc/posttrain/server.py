@@ -37,7 +37,11 @@ _PLAIN_SAMPLING = dict(top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
 class _Refused(SamplerError):
-    """The server refuses a request, because of an `urllib.error.HTTPError` from 400 to 500."""
+    """The server refuses a request, with an HTTP status from 400 to 500."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,7 @@ class Server:
                 is_locked = error.code == http.client.UNAUTHORIZED
                 advice = f": set {KEY_VARIABLE} to its API key" if is_locked else ""
                 raise _Refused(
+                    error.code,
                     f"the server {self.url} refuses {path} (HTTP {error.code}: {message}){advice}",
                 ) from error
             raise
@@ -149,7 +154,7 @@ class Server:
         try:
             choice = await self._completed(body)
         except _Refused as error:
-            if error.__cause__.code != http.client.NOT_FOUND:
+            if error.status != http.client.NOT_FOUND:
                 raise
             await self.load(name, adapter)
             choice = await self._completed(body)

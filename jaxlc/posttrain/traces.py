@@ -442,7 +442,7 @@ def _prepared(trace: Trace, posttrain: PosttrainConfig) -> Trace:
                 " desirable answer and false for others, or chosen and rejected answers"
             )
         advantage = CHOSEN if trace.label else REJECTED
-    if posttrain.loss == "reverse_kl":  # the loss computes those of tokens
+    if posttrain.loss == "reverse_kl":  # the loss computes an advantage for each token
         advantage = 1.0
     has_loss = not (posttrain.mask_truncated and trace.is_truncated)
     return replace(trace, advantage=advantage, has_loss=has_loss)

@@ -356,7 +356,7 @@ class PackedTraces:
 def _recorded_at(
     trace: Trace, places: slice | np.ndarray, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """Those of the recorded arrays that the trace has, at some of its tokens."""
+    """The values at some tokens of the recorded arrays `names`, without arrays that the trace lacks."""
     return {name: trace.recorded[name][places] for name in names if name in trace.recorded}
 
 
