@@ -37,26 +37,24 @@ def config(tmp_path_factory):
 
 
 class _Recorder(jaxlc.train.Callback):
-    """Records events; stops training after the step `stop_after`."""
+    """Records events; stops training at an event of the step `stop_after`."""
 
-    def __init__(self, stop_after: int | None = None):
-        self.events, self.stop_after = [], stop_after
+    def __init__(self, stop_after: int | None = None, event: str = "step"):
+        self.events, self.stop_after = [], (event, stop_after)
 
     def on_start(self, run):
         self.events.append(("start", run.first_step))
 
     def on_step(self, step, metrics):
         assert metrics["loss"] > 0 and metrics["grad_norm"] > 0
-        self.events.append(("step", step))
-        if step == self.stop_after:
-            raise jaxlc.train.StopTraining
+        self._add("step", step)
 
     def on_log(self, row):
         self.events.append(("log", row["step"]))
 
     def on_evaluation(self, step, evaluation):
         assert evaluation.loss > 0
-        self.events.append(("evaluation", step))
+        self._add("evaluation", step)
 
     def on_checkpoint(self, step, path):
         assert path.name == str(step)
@@ -64,6 +62,11 @@ class _Recorder(jaxlc.train.Callback):
 
     def on_end(self, result):
         self.events.append(("end", result.step))
+
+    def _add(self, *event):
+        self.events.append(event)
+        if event == self.stop_after:
+            raise jaxlc.train.StopTraining
 
 
 @pytest.fixture(scope="module")
@@ -374,14 +377,16 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
         jaxlc.train.run(half, tmp_path / "w", batches=batches)
 
 
-@pytest.mark.parametrize("step, log_every_steps", [(3, 1), (2, 10)])
-def test_stop_training_logs_evaluates_and_saves(config, tmp_path, step, log_every_steps):
+@pytest.mark.parametrize(
+    "event, step, log_every_steps", [("step", 3, 1), ("step", 2, 10), ("evaluation", 2, 1)]
+)
+def test_stop_training_logs_evaluates_and_saves(config, tmp_path, event, step, log_every_steps):
     """The last step is logged also if the metrics that stopped the run were fetched for an
-    evaluation.
+    evaluation. An evaluation ends the run at its own step.
     """
     config = config.copy_and_resolve_references()
     config.train.log_every_steps = log_every_steps
-    recorder = _Recorder(stop_after=step)
+    recorder = _Recorder(stop_after=step, event=event)
     stopped = jaxlc.train.run(config, tmp_path / "w", callbacks=[recorder])
     assert stopped.step == step and stopped.exit_status == 0 and stopped.evaluation is not None
     assert {("step", step), ("log", step), ("checkpoint", step)} <= set(recorder.events)
