@@ -420,11 +420,10 @@ def _note(address: str, *, is_process_0: bool) -> str:
 
 
 def _is_local(ip: str) -> bool:
-    with socket.socket(
-        socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
-        try:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:  # a kernel without IPv6 makes no such socket, although /etc/hosts may have ::1
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((ip, 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

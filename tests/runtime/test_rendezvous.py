@@ -191,6 +191,23 @@ def test_bind_address_is_the_interface_of_the_coordinator(monkeypatch):
     assert rendezvous.bind_address("node0:5") == "[::]:5"
 
 
+def test_kernel_without_ipv6(monkeypatch):
+    """Although /etc/hosts gives localhost the address ::1."""
+
+    class Socket(socket.socket):
+        def __init__(self, family=socket.AF_INET, *arguments, **options):
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *arguments, **options)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("::1", 5, 0, 0))]
+    )
+    assert rendezvous.bind_address("localhost:5") == "[::]:5"
+    rendezvous._listen(f"localhost:{free_port()}").close()
+
+
 def test_note_of_an_address_of_another_machine():
     assert "203.0.113.1 is not an address of" in rendezvous._note(
         "203.0.113.1:1", is_process_0=True
