@@ -8,6 +8,8 @@ imports no jax, so that a process can set the environment before it imports jax.
 """
 
 import contextlib
+import itertools
+import math
 import os
 import pickle
 import re
@@ -30,6 +32,16 @@ from jaxlc.core.errors import UserError
 
 _POLL_SECONDS = 0.5
 _MAIN = "from jaxlc.core.processes import main; main({descriptor})"
+
+
+# Without -P, files of the working directory, such as a json.py, would precede Python's modules.
+PYTHON = (sys.executable, "-P")
+
+
+def child_environment() -> dict[str, str]:
+    """The variables with which `PYTHON` finds the modules that this process finds."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path}
 
 
 @dataclass(frozen=True)
@@ -99,13 +111,12 @@ class _Process:
     def __init__(self, environment: Mapping[str, str]):
         self.connection, other_end = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(descriptor=other_end.fileno())],
+            [*PYTHON, "-c", _MAIN.format(descriptor=other_end.fileno())],
             stdin=subprocess.PIPE,  # closed when this process dies
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**child_environment(), **environment},
             pass_fds=[other_end.fileno()],
             # the terminal sends Ctrl-C to the group of a command; only its first process must react
             process_group=0,
@@ -197,16 +208,68 @@ def run_in_processes(
 
 def default_num_workers() -> int:
     """The number of concurrent compilations that cores and available host memory allow."""
-    # /proc exists on Linux only; elsewhere use the number of cores
-    with contextlib.suppress(FileNotFoundError):
-        memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available_bytes = 1024 * int(memory["MemAvailable"].split()[0])
-        return max(1, min(_num_cores(), available_bytes // _COMPILE_BYTES))
-    return _num_cores()
+    return max(1, min(num_cores(), free_host_bytes() // _COMPILE_BYTES))
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# hard limits of memory and what is used of them, in cgroup 2 and in cgroup 1
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+UNKNOWN_MEMORY = 2**62  # more than any machine has
+
+
+def num_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processor cores that this process may use: its affinity, and the quota of a container or job."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for directory in _cgroups(proc, cgroup):
+        quota, _, period = system_text(directory / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Free memory of the machine, or less if the limit of a container, job or user leaves less.
+    UNKNOWN_MEMORY where the system does not tell it, as on macOS.
+    """
+    meminfo = system_text(proc / "meminfo")
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
+    free = [limit - used for limit, used in memory_limits(proc, cgroup)]
+    return min([*free, 1024 * int(match[1])] if match else free, default=UNKNOWN_MEMORY)
+
+
+def memory_limits(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """The limits of containers, jobs and users for the memory of this process, and what they use, in bytes."""
+    for directory in _cgroups(proc, cgroup):
+        for names in _LIMITS:
+            limit, used = (system_text(directory / name) for name in names)
+            if limit.isdigit() and used.isdigit():
+                # Pages of files count as used, but are dropped when memory is needed.
+                stat = system_text(directory / "memory.stat")
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+                yield int(limit), int(used) - (int(cached[1]) if cached else 0)
+
+
+def _cgroups(proc: Path, root: Path) -> Iterator[Path]:
+    """Directories that may have limits of this process: of its cgroups and those above them. In a
+    container the root is its own cgroup, whatever path the process has.
+    """
+    lines = system_text(proc / "self" / "cgroup").splitlines()
+    own = [Path(line.split(":", 2)[-1].lstrip("/")) for line in lines]  # "0::/user.slice/a.scope"
+    for path in {Path(), *own, *itertools.chain.from_iterable(path.parents for path in own)}:
+        yield from (root / path, root / "memory" / path)
+
+
+def system_text(path: Path) -> str:
+    """The text of a file of the system; "" if there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _rows(config: Any, pickled_work: bytes) -> Iterator[Row]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.core import processes
 from jaxlc.core.errors import UserError, require
 from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
 from jaxlc.data.sequences.loader import (
@@ -278,15 +278,23 @@ def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
     target = workdir / EXPORTED / str(step)
     if not target.is_dir():
         adapters = ["--adapters"] if config.lora.rank else []
-        program = [sys.executable, "-m", "jaxlc.exporting"]
-        _call([*program, str(workdir), str(target), f"--step={step}", *adapters])
+        program = [*processes.PYTHON, "-m", "jaxlc.exporting"]
+        arguments = [str(workdir), str(target), f"--step={step}", *adapters]
+        _call([*program, *arguments], processes.child_environment())
     if config.rollouts.export_command:
         _call([*shlex.split(config.rollouts.export_command), str(target)])
 
 
-def _call(command: list[str]) -> None:
+def _call(command: list[str], environment: dict[str, str] | None = None) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         raise UserError(

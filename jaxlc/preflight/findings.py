@@ -24,6 +24,7 @@ import jax
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import Config
+from jaxlc.core.processes import UNKNOWN_MEMORY, free_host_bytes, system_text
 from jaxlc.core.text import aligned, gib
 from jaxlc.runtime import memory
 from jaxlc.runtime.memory import HOST_SHARE, query_gpus
@@ -37,7 +38,6 @@ from jaxlc.train.stragglers import COPY, PRODUCT, Times, least_device_seconds, s
 
 NOT_FOUND = "not found"
 _CAP_IPC_LOCK = 14  # linux/capability.h: a process that has it locks memory without limit
-UNKNOWN_MEMORY = 2**62  # more than any machine has
 _GPU_FIELDS = ("index", "uuid", "memory.total", "memory.free", "driver_version")
 
 
@@ -91,7 +91,7 @@ def read_facts() -> Facts:
     return Facts(
         process_id=0,  # not known yet
         host=socket.gethostname(),
-        boot_id=_text(Path("/proc/sys/kernel/random/boot_id")),
+        boot_id=system_text(Path("/proc/sys/kernel/random/boot_id")),
         versions=versions(rows[0][4] if rows else ""),
         locked_bytes=None if limit == resource.RLIM_INFINITY or may_lock_memory() else limit,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
@@ -129,7 +129,7 @@ def versions(driver: str = "") -> dict[str, str]:
     plugin = installed_plugin()
     nccl = nccl_version()
     # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
-    loaded = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _text(Path("/proc/driver/nvidia/version")))
+    loaded = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", system_text(Path("/proc/driver/nvidia/version")))
     return {
         "Python": platform.python_version(),
         **{name: _package(name) for name in ("jaxlc", "jax", "jaxlib")},
@@ -151,31 +151,9 @@ def may_lock_memory(status: str | None = None) -> bool:
       status: text of /proc/self/status.
     """
     match = re.search(
-        r"^CapEff:\s*([0-9a-f]+)", status or _text(Path("/proc/self/status")), re.MULTILINE
+        r"^CapEff:\s*([0-9a-f]+)", status or system_text(Path("/proc/self/status")), re.MULTILINE
     )
     return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
-
-
-def free_host_bytes(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Free memory of the machine, or of the container if its limit leaves less."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(meminfo), re.MULTILINE)
-    free = [1024 * int(match[1])] if match else []
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        texts = _text(cgroup / limit), _text(cgroup / used)
-        if all(text.isdigit() for text in texts):
-            # Pages of files count as used, but are dropped when memory is needed.
-            cached = re.search(
-                r"^(?:total_)?inactive_file (\d+)",
-                _text((cgroup / limit).with_name("memory.stat")),
-                re.M,
-            )
-            free.append(int(texts[0]) - int(texts[1]) + (int(cached[1]) if cached else 0))
-    return min(free, default=UNKNOWN_MEMORY)
 
 
 def _package(*names: str) -> str:
@@ -204,14 +182,6 @@ def _cudnn() -> str:
 def _mebibytes(text: str) -> int:
     """Bytes; of GPUs that do not report their memory, such as "[N/A]", more than any has."""
     return int(text) * 2**20 if text.isdigit() else UNKNOWN_MEMORY
-
-
-def _text(path: Path) -> str:
-    """The text of a file of the system; "" if there is none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 # The table of phases of a hang compares the clocks of machines, and calls a process silent that is

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlc.config import RuntimeConfig
+from jaxlc.core import processes
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.core.text import gib
@@ -44,7 +45,8 @@ POOLED = ("", "default", "bfc")  # other allocators ignore the fraction and _FOR
 class Machine(NamedTuple):
     gpu_kinds: tuple[str, ...]  # names from the driver, e.g. "NVIDIA GH200 480GB"; () if unknown
     gpu_memory_bytes: int  # memory of the GPU with the least; 0 if unknown
-    host_memory_bytes: int  # without the GPUs' memory
+    # without the GPUs' memory; the limit of a container or job, if it is less
+    host_memory_bytes: int
 
 
 def prepare_unified(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:
@@ -105,7 +107,9 @@ def find_machine() -> Machine:
     kinds, mebibytes = zip(*rows) if rows else ((), ())
     is_known = bool(mebibytes) and all(size.isdigit() for size in mebibytes)
     smallest = min(map(int, mebibytes)) * 2**20 if is_known else 0
-    return Machine(tuple(kinds), smallest, host_memory_bytes(Path("/sys/devices/system/node")))
+    limits = [limit for limit, _ in processes.memory_limits()]
+    host_bytes = min([host_memory_bytes(Path("/sys/devices/system/node")), *limits])
+    return Machine(tuple(kinds), smallest, host_bytes)
 
 
 def query_gpus(*fields: str) -> list[list[str]]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxlc.core import processes
 from jaxlc.core.errors import UserError
 from tests.helpers import TIMEOUT_SECONDS, wait_until
@@ -84,6 +86,8 @@ def test_closing_kills_the_processes(tmp_path):
 _SCRIPT = """
 import sys
 from pathlib import Path
+
+import pytest
 from jaxlc.core import processes
 from tests.core.test_processes import hangs
 print("main module")
@@ -104,3 +108,60 @@ def test_a_script_without_main_guard_is_run_once_and_its_death_ends_the_process(
     assert parent.communicate(timeout=TIMEOUT_SECONDS)[0] == "main module\n"
     stat = Path("/proc") / path.read_text() / "stat"
     wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_files_of_the_working_directory_do_not_replace_modules(tmp_path, monkeypatch):
+    """The command `jaxlc` does not find them either."""
+    for name in ("signal.py", "multiprocessing.py", "jaxlc/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *filter(None, sys.path)])
+    assert values_of([(1,)], count) == [["x0"]]
+    program = [*processes.PYTHON, "-c", "import jaxlc; print(jaxlc.__file__)"]
+    done = subprocess.run(
+        program, env=processes.child_environment(), capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
+MEMINFO = "MemTotal: 100 kB\nMemAvailable:   80 kB\n"
+FILES = {"max": "50000", "current": "40000", "stat": "anon 1\ninactive_file 5000\n"}
+FILES_1 = {"limit_in_bytes": "50000", "usage_in_bytes": "40000", "stat": "total_inactive_file 5000"}
+
+
+@pytest.mark.parametrize(
+    ("own", "directory", "files"),
+    [
+        ("0::/", "", FILES),
+        ("0::/system.slice/job_7/step_0", "system.slice/job_7", FILES),  # as of Slurm
+        ("4:cpu:/x\n3:memory:/docker/1", "memory", FILES_1),  # of a container
+        ("3:memory:/slurm/uid_1/job_7", "memory/slurm/uid_1/job_7", FILES_1),
+    ],
+)
+def test_free_memory_is_limited_by_containers_and_jobs(own, directory, files, tmp_path):
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(MEMINFO)
+    assert processes.free_host_bytes(proc, cgroup) == 80 * 1024
+    (proc / "self" / "cgroup").write_text(own)
+    (cgroup / directory).mkdir(parents=True)
+    for name, text in files.items():
+        (cgroup / directory / f"memory.{name}").write_text(text)
+    assert processes.free_host_bytes(proc, cgroup) == 15_000
+    for limit in ("max\n", f"{2**63}"):
+        (cgroup / directory / f"memory.{next(iter(files))}").write_text(limit)
+        assert processes.free_host_bytes(proc, cgroup) == 80 * 1024
+    assert processes.free_host_bytes(tmp_path, tmp_path) == processes.UNKNOWN_MEMORY
+
+
+def test_workers_are_limited_by_affinity_quota_and_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+    assert processes.num_cores(tmp_path, tmp_path) == 6
+    for quota, cores in (("max 100000", 6), ("250000 100000", 3), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert processes.num_cores(tmp_path, tmp_path) == cores
+    monkeypatch.setattr(processes, "num_cores", lambda: 6)
+    for free_bytes, workers in ((2**40, 6), (5 * 2**30, 2), (0, 1)):
+        monkeypatch.setattr(processes, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
+        assert processes.default_num_workers() == workers

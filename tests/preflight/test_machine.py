@@ -17,7 +17,6 @@ from jaxlc.preflight import check as shared_directory
 from jaxlc.preflight import findings
 from jaxlc.preflight.findings import (
     Facts,
-    free_host_bytes,
     may_lock_memory,
     needs_of,
     read_facts,
@@ -104,20 +103,6 @@ def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
     assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "1,3"}).gpu_uuids == ["GPU-1a", "GPU-3a"]
     assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "GPU-2"}).gpu_uuids == ["GPU-2a"]
     assert with_visible_gpus(own, {}) == own == Facts.from_json(own.to_json())
-
-
-def test_free_memory_is_limited_by_the_container(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   80 kB\n")
-    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 80 * 1024
-    for name, text in (
-        ("max", "50000"),
-        ("current", "40000"),
-        ("stat", "anon 1\ninactive_file 5000\n"),
-    ):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 15_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 80 * 1024
 
 
 def test_capability_ipc_lock_is_read():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import RuntimeConfig
+from jaxlc.core import processes
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import memory, start
 from jaxlc.runtime.memory import (
@@ -125,6 +126,8 @@ def test_find_machine_reads_nvidia_smi(monkeypatch):
     assert find_machine()[:2] == (("NVIDIA GB10",), 0)
     monkeypatch.setattr(memory.shutil, "which", lambda name: None)
     assert find_machine()[:2] == ((), 0)
+    monkeypatch.setattr(processes, "memory_limits", lambda: [(2**30, 0), (2**40, 0)])
+    assert find_machine().host_memory_bytes == 2**30  # of a container
 
 
 def test_host_memory_counts_nodes_with_processors(tmp_path: Path):

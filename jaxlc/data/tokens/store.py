@@ -328,7 +328,7 @@ def sharded_pieces(
     results = processes.run(
         tokenize_shard,
         [(shards[number], paths[number], fields, config) for number in waiting],
-        config.tokenizing_processes or os.cpu_count() or 1,
+        config.tokenizing_processes or processes.num_cores(),
         is_reused=True,
         environment={"RAYON_NUM_THREADS": "1"},  # threads of the package tokenizers
     )
