@@ -1,6 +1,7 @@
 """Helpers that tests of several packages use."""
 
 import contextlib
+import pwd
 import random
 import socket
 import struct
@@ -46,6 +47,16 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither HOME nor the list of users has a home directory."""
+
+    def unknown(number: int):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def png_size(path: Path) -> tuple[int, int]:

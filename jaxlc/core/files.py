@@ -358,7 +358,7 @@ def local_path(value: str | Path) -> Path:
     """A path that a user gave, with the home directory instead of `~`.
 
     Raises:
-      UserError: it is a URL.
+      UserError: it is a URL, or there is no home directory.
     """
     if _URL.match(str(value)):
         hub = ", or the hub id ORGANIZATION/NAME of a model" if _HUB.match(str(value)) else ""
@@ -367,7 +367,12 @@ def local_path(value: str | Path) -> Path:
             f" mount it, and pass the path{hub}"
         )
     # unlike Path.expanduser, it does not raise for an unknown user
-    return Path(os.path.expanduser(value))
+    path = os.path.expanduser(value)
+    if f"{path}/".startswith("~/"):  # as in a container whose user has a number only
+        raise UserError(
+            f"{value} is in the home directory, and this user has none: set HOME, or pass another path"
+        )
+    return Path(path)
 
 
 def nearest_path(path: Path) -> Path | None:

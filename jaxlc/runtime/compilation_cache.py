@@ -209,11 +209,12 @@ def _default_directory() -> str | None:
     """The default directory, created and pruned; None if that fails, as in a read-only home
     directory.
     """
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxlc" / "xla"
     try:
+        path = local_path(path)
         path.mkdir(parents=True, exist_ok=True)
         prune(path, MAX_BYTES)
-    except OSError as error:
+    except (OSError, UserError) as error:
         print(f"compiled programs are not cached: {path}: {reason_of(error)}", flush=True)
         return None
     return str(path)

@@ -7,6 +7,7 @@ from jaxlc import cli
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
 from jaxlc.runtime import peers
+from tests.helpers import without_home
 
 
 def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkeypatch):
@@ -21,6 +22,15 @@ def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkey
 )
 def test_local_path_expands_the_home_directory(path):
     assert str(local_path(path)) == path.replace("~/", f"{Path.home()}/")
+
+
+def test_local_path_without_a_home_directory_raises(monkeypatch):
+    """As in a container that runs with the number of a user: a directory named ~ would be made."""
+    without_home(monkeypatch)
+    for path in ("~", "~/runs", Path("~/runs")):
+        with pytest.raises(UserError, match="this user has none: set HOME"):
+            local_path(path)
+    assert local_path("./~/runs") == Path("~/runs")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache
 from jaxlc.simulate.topology import WITHOUT_GPU, has_gpu_compiler, make_mesh, topology
+from tests.helpers import without_home
 
 
 @pytest.fixture
@@ -123,6 +124,10 @@ def test_configure_directory_that_cannot_be_created(unset, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert configured() is None
     assert "compiled programs are not cached" in capsys.readouterr().out
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    without_home(monkeypatch)
+    assert configured() is None
+    assert "not cached: ~/.cache/jaxlc/xla" in capsys.readouterr().out
 
 
 def test_configure_on_cpu_before_xla_0_12_is_for_the_step_only(unset, monkeypatch, capfd):
