@@ -256,7 +256,10 @@ class ChunkedSequences(JoinedSequences):
                     del self._made[used], self._bytes[used]
         config, setting = self.opener.config, corpus.setting_of(self.source)
         fields = Fields.from_config(self.source)
-        with TemporaryDirectory(prefix=_PREFIX, dir=local_path(config.cache_dir)) as name:
+        # NFS keeps deleted files as .nfs* until they are closed, and so the directory
+        with TemporaryDirectory(
+            prefix=_PREFIX, dir=local_path(config.cache_dir), ignore_cleanup_errors=True
+        ) as name:
             directory = Path(name)
             opener = replace(
                 self.opener,
@@ -329,7 +332,8 @@ class Stream(DataSource):
         setting, chunk_bytes = corpus.setting_of(source), int(data.stream_cache_gib * _CHUNK_BYTES)
         make_writable(cache, "use a different --config.data.cache_dir")
         for left in cache.glob(f"{_PREFIX}*"):  # by a process that was killed
-            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS:
+            is_open = any(left.glob(".nfs*"))  # by a run of another machine
+            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS and not is_open:
                 shutil.rmtree(left, ignore_errors=True)
         with inputs.progress("listing the files of the stream") as update:
             opener = corpus.StoreOpener(

@@ -1,6 +1,7 @@
 """Streams: every document once, in any format and order of access; resumed, bounded, and refused by name."""
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -250,6 +251,29 @@ def test_chunk_that_is_larger_than_the_cache_is_refused(tmp_path):
     os.utime(tmp_path / "cache/stream-left", (0, 0))
     opened(tmp_path, str(path), data__stream_cache_gib=0.01).train.at(0)
     assert not (tmp_path / "cache/stream-left").exists()  # by a process that was killed
+
+
+def test_directory_that_nfs_keeps_does_not_end_the_run(files, tmp_path, monkeypatch):
+    """NFS renames files that are deleted while they are open, so their directory is not empty."""
+    rmdir = os.rmdir
+
+    def on_nfs(path, **options):
+        if Path(path).name.startswith("stream-"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmdir(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", on_nfs)
+        source = opened(tmp_path)
+        assert num_sequences(source)
+        source.close()
+    used, *others = (tmp_path / "cache").glob("stream-*")
+    assert others
+    (used / ".nfs01").touch()
+    for left in (used, *others):
+        os.utime(left, (0, 0))
+    opened(tmp_path).close()
+    assert [used] == [*(tmp_path / "cache").glob("stream-*")]
 
 
 def test_padding_is_within_one_percent_of_the_whole(tmp_path):
