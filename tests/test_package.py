@@ -97,7 +97,9 @@ def test_wheel_contains_package_configs_and_licence_only(wheel):
 def configs() -> list[Path]:
     """The config files and their data, relative to configs/."""
     paths = sorted(
-        path for suffix in ("py", "json", "jsonl") for path in (ROOT / "configs").rglob(f"*.{suffix}")
+        path
+        for suffix in ("py", "json", "jsonl")
+        for path in (ROOT / "configs").rglob(f"*.{suffix}")
     )
     assert paths
     return [path.relative_to(ROOT / "configs") for path in paths]

@@ -8,6 +8,7 @@ The settings as text for `--help`, from the sources of their classes: the commen
 document it.
 """
 
+import ast
 import dataclasses
 import inspect
 import io
@@ -73,7 +74,14 @@ def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
 
 def section_text(section: str) -> str:
     """What a section of HELP_SECTIONS is for: the docstring of its class."""
-    return " ".join((inspect.getdoc(SECTIONS.get(section, StageConfig)) or "").split())
+    return " ".join(_docstring(SECTIONS.get(section, StageConfig)).split())
+
+
+def _docstring(cls: type) -> str:
+    """The docstring in the source of a class: `python -OO` has no others."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    return ast.get_docstring(definition) or ""
 
 
 def settings_of(section: str) -> Iterator[Setting]:
@@ -389,7 +397,7 @@ def help_text(flags: type[VerbFlags], sections: Sequence[str] = ()) -> str:
     """
     if sections:
         return settings_help(sections).strip()
-    lines = [inspect.getdoc(flags) or "", ""]
+    lines = [_docstring(flags), ""]
     comments = field_comments(flags)
     fields = dataclasses.fields(flags)
     for field in sorted(fields, key=lambda field: field.name not in flags.positional):

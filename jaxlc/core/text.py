@@ -164,16 +164,24 @@ def progress_lines(
 _ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}
 
 
-def prepare() -> None:
-    """Makes all streams accept all texts. A closed stream discards them."""
-    # otherwise the next file that is opened gets the number of a closed stream
+def open_closed_streams() -> None:
+    """Opens the standard streams that are closed: they have no text, and discard what is written.
+
+    Python has None for them. The next file that is opened would get their number, and the messages of C++ code.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def prepare() -> None:
+    """Makes all streams accept all texts. A closed stream discards them."""
+    open_closed_streams()
     codecs.register_error("jaxlc.ascii", _encodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -43,7 +43,7 @@ def prose_of(paths: tuple[str, ...]) -> Prose:
     if not paths:
         return Prose(DOCSTRINGS, _docstring_words())
     try:
-        text = " ".join(local_path(path).read_text(errors="replace") for path in paths)
+        text = " ".join(local_path(path).read_text("utf-8", "replace") for path in paths)
     except OSError as error:
         raise UserError(
             f"cannot read the haystack {error.filename} ({reason_of(error)})"
@@ -84,7 +84,7 @@ def word_lists() -> tuple[tuple[str, ...], ...]:
     """
     errors.require("wonderwords", "the words of this evaluation")
     directory = importlib.resources.files("wonderwords") / "assets"
-    return tuple(tuple((directory / name).read_text().split()) for name in _WORD_FILES)
+    return tuple(tuple((directory / name).read_text("utf-8").split()) for name in _WORD_FILES)
 
 
 class CompoundWords:

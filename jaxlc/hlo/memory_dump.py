@@ -228,20 +228,20 @@ class Dump(NamedTuple):
 
 def read(directory: Path) -> Dump:
     """Reads the files that compiling one program wrote into `directory`."""
-    (usage,) = directory.glob("*memory-usage-report.txt")
-    (live_range,) = directory.glob("*live-range.txt")
-    (program,) = directory.glob("*_after_optimizations.txt")
-    (sequence,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
-    (metadata,) = directory.glob("*.thunk_metadata.txt")
-    _, _, peak = live_range.read_text().partition("(peak):\n")
+
+    def text(end: str) -> str:
+        (path,) = directory.glob(f"*{end}.txt")
+        return path.read_text("utf-8", "replace")
+
+    _, _, peak = text("live-range").partition("(peak):\n")
     return Dump(
-        parse(program.read_text()),
-        {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
+        parse(text("_after_optimizations")),
+        {int(space): int(size) for space, size in _SPACE.findall(text("memory-usage-report"))},
         tuple(
             (name, tuple(map(int, re.findall(r"\d+", index))), int(size))
             for name, index, size in _ALIVE.findall(peak)
         ),
-        parse_commands(sequence.read_text(), metadata.read_text()),
+        parse_commands(text(".thunk_sequence_after_thunk_passes"), text(".thunk_metadata")),
     )
 
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxlc.core.text import open_closed_streams
+
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 
 
@@ -78,5 +80,6 @@ def has_nvidia_driver() -> bool:
     return any(Path(path).exists() for path in paths) or shutil.which("nvidia-smi") is not None
 
 
+open_closed_streams()
 with without_driver_notes():
     import jax  # noqa: F401

@@ -236,7 +236,7 @@ class Watchdog:
         self._current = _Current("run", time.monotonic(), math.inf)
         directory.mkdir(exist_ok=True)
         self._path = directory / f"process-{self._process_id}.txt"
-        self._report = self._path.open("a")
+        self._report = self._path.open("a", encoding="utf-8")
         self._has_alarm = self._set_up_alarm()
         self._board = None
         if (client := coordination_client()) is not None:

@@ -237,7 +237,7 @@ class Ranking:
         """Writes the ranking as CSV, and the plots if matplotlib is installed. Returns their paths."""
         path = out / RANKING
         names = dict.fromkeys(name for row in self.rows for name in row if name != "key")
-        with path.open("w", newline="") as file:
+        with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, ["rank", *names], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(dict(rank=rank) | row for rank, row in enumerate(self.rows, start=1))

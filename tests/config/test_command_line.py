@@ -9,12 +9,14 @@ from typing import ClassVar, Literal
 import pytest
 
 from jaxlc.cli.checkpoints import ExportFlags
+from jaxlc.cli.training import TrainFlags
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import (
     HELP_SECTIONS,
     StageFlags,
     VerbFlags,
     field_comments,
+    help_text,
     parse,
     run_main,
     settings_help,
@@ -377,6 +379,13 @@ def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
     assert run_main(lambda command: 1, ["program", "--help", "mesh"]) == 0
     text = capsys.readouterr().out
     assert "--config.mesh.context=1" in text and "--config.train.steps" not in text
+
+
+def test_help_does_not_need_docstrings():
+    """`python -OO` removes them, and dataclasses then have their parameters instead."""
+    command = [sys.executable, "-OO", "-m", "jaxlc", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == help_text(TrainFlags) + "\n"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

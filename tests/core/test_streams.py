@@ -79,6 +79,11 @@ def test_files_do_not_get_the_number_of_a_closed_stream():
     assert run(program, "<&- >&- 2>&-").returncode > 2
 
 
+def test_library_is_imported_by_a_process_without_streams():
+    program = "import jaxlc.runtime.stderr; raise SystemExit(open('/dev/null').fileno())"
+    assert run(program, "<&- >&- 2>&-").returncode > 2
+
+
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&PIPE"])
 def test_outlasting_process_goes_on_without_a_reader(redirection):
     program = PREPARED + "text.outlast(); [print('x' * 9999, flush=True)] * 2; sys.exit(7)"
@@ -113,7 +118,10 @@ def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
         "from pathlib import Path; from jaxlc.config.loading import read_template;"
         "from jaxlc.train.reports.progress import Progress;"
         "progress = Progress(peak_flops_per_second=None, is_primary=True); progress.log_to(Path(sys.argv[1]));"
-        "progress.log(read_template(Path(sys.argv[2])))"
+        "progress.log(read_template(Path(sys.argv[2])));"
+        "from jaxlc.evals.haystack import prose_of; assert prose_of((sys.argv[2],)).words[0][0] == chr(233);"
+        "from jaxlc.train.reports import manifest; manifest._write(Path(sys.argv[3]), chr(233), {});"
+        "assert manifest._read(Path(sys.argv[3]))[0].strip() == chr(233)"
     )
     environment = os.environ | {
         "LC_ALL": "C",
@@ -121,6 +129,6 @@ def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
         "PYTHONCOERCECLOCALE": "0",
         "PYTHONPATH": str(ROOT),
     }
-    argv = [sys.executable, "-c", PREPARED + program, out, path]
+    argv = [sys.executable, "-c", PREPARED + program, out, path, tmp_path / "config.py"]
     subprocess.run(argv, check=True, capture_output=True, env=environment)
     assert out.read_text(encoding="utf-8").endswith("é{{ messages }}\n")

@@ -201,9 +201,7 @@ def test_kernel_without_ipv6(monkeypatch):
             super().__init__(family, *arguments, **options)
 
     monkeypatch.setattr(socket, "socket", Socket)
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("::1", 5, 0, 0))]
-    )
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("::1", 5, 0, 0))])
     assert rendezvous.bind_address("localhost:5") == "[::]:5"
     rendezvous._listen(f"localhost:{free_port()}").close()
 

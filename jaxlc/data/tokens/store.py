@@ -352,7 +352,7 @@ def sharded_pieces(
             store = read_store(paths[number], encoder.tokenizer)
             assert store is not None, f"{paths[number].index} was just written"
             if store.notes.listed_in is not None:
-                for line in store.notes.listed_in.read_text(errors="replace").split("\n")[:-1]:
+                for line in store.notes.listed_in.read_text("utf-8", "replace").split("\n")[:-1]:
                     encoder.notes.skip(BadRecord(line))
             encoder.notes.update(
                 {note: count for note, count in store.notes.counts.items() if note != BAD_RECORDS}

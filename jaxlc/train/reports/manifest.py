@@ -89,7 +89,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """The settings and the manifest of a resolved_config.py, empty without the file; an empty
     manifest if it cannot be read.
     """
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
     settings, _, manifest = text.partition(_MARKER)
     try:
         return settings, ast.literal_eval(manifest.strip()) if manifest else {}
