@@ -97,7 +97,8 @@ def over_microbatches(parts):
 
 
 def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
-    """What the sum of the losses of a step is divided by: pairs, answers or tokens. float32.
+    """What the sum of the losses of a step is divided by: pairs, answers or tokens; without
+    posttrain.loss tokens. float32.
 
     Args:
       batch: of any leading dimensions.
@@ -106,7 +107,7 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
         return batch.answer_weights.sum() / 2
     if settings.is_labeled:
         return jnp.where(batch.advantages != 0, batch.answer_weights, 0).sum()
-    if settings.loss in ("dapo", "cispo", "reverse_kl"):
+    if settings.loss in ("", "dapo", "cispo", "reverse_kl"):
         return batch.loss_weights.sum()
     answers = batch.answer_weights.sum()
     return answers * settings.max_answer_tokens if settings.loss == "dr_grpo" else answers

@@ -48,6 +48,7 @@ from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.posttrain.losses import (
     PolicyLoss,
     PolicySums,
+    denominator,
     divergence,
     mismatched_sums,
     over_microbatches,
@@ -285,7 +286,7 @@ class Objective:
         trainable_dims, _ = lora.split(self.dims, self.frozen)
         # Sums are divided by this number, and the losses of experts are means over the
         # microbatches.
-        per_microbatch = batch.loss_weights.sum() / len(batch.tokens)
+        per_microbatch = denominator(batch, self.config.posttrain) / len(batch.tokens)
         kl = self._divergence(params, batch)
 
         def objective(trainable, histories, part: Batch):

@@ -265,7 +265,7 @@ class TrainStep:
         # target tokens.
         target_tokens = batch.loss_weights.sum()
         posttrain = self.config.posttrain
-        total = denominator(batch, posttrain) if posttrain.loss else target_tokens
+        total = denominator(batch, posttrain)
         to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
         loss_scale = state.scaling.loss_scale
         # multiplies the mean loss, before anything is rounded to float16

@@ -14,6 +14,7 @@ from jaxlc import _jax_internals
 from jaxlc.core.errors import UserError
 from jaxlc.models import expert_products
 from jaxlc.models.contract import CHOICE
+from jaxlc.posttrain.losses import denominator
 from jaxlc.step import step as kernel_checks
 from jaxlc.step.loss import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
@@ -25,6 +26,7 @@ from tests.step.synthetic import (
     small_step,
     without_padding,
 )
+from tests.step.test_replay import policy_rows
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, FP8_GRADIENT, max_relative_error
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
@@ -221,6 +223,26 @@ def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
     )  # fmt: skip
     errors = jax.tree.map(max_relative_error, whole[1], expected)
     assert max(jax.tree.leaves(errors)) <= 1e-4, errors
+
+
+def test_losses_of_experts_are_added_to_the_mean_of_a_policy_loss():
+    """Advantages are 0, so the gradients are those of the losses of experts, times what grpo divides
+    by: the number of answers.
+    """
+    posttrain = dict(loss="grpo")
+    step = small_step(
+        small_config(model=EXPERTS | dict(num_layers=1), posttrain=posttrain, train=LOSSES)
+    )
+    batch = make_batch(
+        step, [row | dict(advantages=0 * row["advantages"]) for row in policy_rows()]
+    )
+    run, params = jax.jit(step.objective.loss_and_grads), step.init().params
+    found = []
+    for factor in (1, 3):
+        part = batch._replace(answer_weights=factor * batch.answer_weights)
+        gradients = run(params, part)[1]["layers"]["mlp"]["router"]
+        found.append(gradients / denominator(part, step.config.posttrain))
+    assert max_relative_error(*found) <= FLOAT32_PARITY and found[0].any()
 
 
 @functools.cache
