@@ -165,6 +165,10 @@ def test_extra_plan_installs_the_assembler():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["plan"]
     assert any(line.startswith("nvidia-cuda-nvcc-cu12>=") for line in extra)
+    jax_pins = [line.removeprefix("jax") for line in extra if line.startswith("jax==")]
+    assert len(jax_pins) == 2
+    for pin in jax_pins:  # JAX does not load a plugin of another version
+        assert f"jax-cuda12-plugin{pin}" in extra and f"jax-cuda12-pjrt{pin}" in extra
     assert "nvidia-cuda-nvcc-cu12==" in (ROOT / "requirements-plan.lock").read_text()
     assert ASSEMBLER.is_file()
 
