@@ -64,7 +64,7 @@ def start(
         coordinator_address=coordinator_address,
     )
     raise_first(range_problems("runtime", config))
-    start_runtime(config)
+    start_runtime(config, is_for_model=False)
 
 
 @checked

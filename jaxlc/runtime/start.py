@@ -19,6 +19,7 @@ from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous
 from jaxlc.runtime.xla_flags import check_users_flags
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_DEVICE_COUNT_VARIABLE = "JAX_NUM_CPU_DEVICES"
 # Simulated devices share few cores, so one may be late by more than the 40 s after which XLA assumes that a CPU
 # collective is stuck and aborts. XLA knows both flags in every JAX version from 0.10.1 to 0.12.
 _COLLECTIVE_TIMEOUTS = (
@@ -31,18 +32,31 @@ _COLLECTIVE_TIMEOUTS = (
 _NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
-def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool = False) -> None:
+def start(
+    config: RuntimeConfig,
+    *,
+    pinned_host_bytes: int = 0,
+    is_watched: bool = False,
+    is_for_model: bool = True,
+) -> None:
     """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
     Args:
       pinned_host_bytes: pinned host memory that a training step needs for each GPU, for runtime.pinned_host_gib=0.
       is_watched: a watchdog detects processes that hang, so JAX's heartbeat is off.
+      is_for_model: parameters will be made, whose dtype follows JAX's default.
     Raises:
-      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
-        compilation cache cannot be created, or another process of the run is missing or contradicts this one.
+      UserError: 64-bit numbers are JAX's default, JAX has already started with other settings, XLA_FLAGS contradicts
+        the config, the directory of the compilation cache cannot be created, or another process of the run is
+        missing or contradicts this one.
     """
     import jax
 
+    if is_for_model and jax.config.jax_enable_x64:
+        raise UserError(
+            "unsupported: JAX_ENABLE_X64, or jax_enable_x64 of JAX's config, with which parameters would be float64;"
+            " unset it"
+        )
     launch = launcher.find(os.environ)
     config = launcher.resolve(config, launch)
     if not backends_are_initialized():
@@ -102,7 +116,7 @@ def _set_environment(
     check_users_flags(environment)
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
+        environment["XLA_FLAGS"] = _simulation_flags(config, environment)
     elif not stderr.has_nvidia_driver():
         # The CUDA plugin may still be installed; without a driver it prints a traceback.
         environment.setdefault("JAX_PLATFORMS", "cpu")
@@ -139,7 +153,7 @@ def _variables_line(environment: Mapping[str, str]) -> list[str]:
     return [f"environment: {' '.join(pairs)}"] if pairs else []
 
 
-def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
+def _simulation_flags(config: RuntimeConfig, environment: Mapping[str, str]) -> str:
     """XLA_FLAGS for this process's share of the simulated devices. The user's flags are last and
     take precedence.
     """
@@ -148,12 +162,19 @@ def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
             f"config.runtime.simulated_devices={config.simulated_devices} does not divide among {config.num_processes}"
             f" processes; use a multiple of {config.num_processes}"
         )
-    device_count = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
+    num_local = config.simulated_devices // config.num_processes
+    device_count = f"{_DEVICE_COUNT_FLAG}={num_local}"
+    users_flags = environment.get("XLA_FLAGS", "")
     users_counts = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
+    about = f"config.runtime.simulated_devices={config.simulated_devices} over {config.num_processes} processes"
     if users_counts and users_counts[-1] != device_count:
         raise UserError(
-            f"XLA_FLAGS contains {users_counts[-1]}, but config.runtime.simulated_devices={config.simulated_devices}"
-            f" over {config.num_processes} processes requires {device_count}; remove it from XLA_FLAGS"
+            f"XLA_FLAGS contains {users_counts[-1]}, but {about} requires {device_count}; remove it from XLA_FLAGS"
+        )
+    users_number = environment.get(_DEVICE_COUNT_VARIABLE)  # JAX prefers it to the flag
+    if users_number and users_number not in ("-1", str(num_local)):
+        raise UserError(
+            f"{_DEVICE_COUNT_VARIABLE} is {users_number}, but {about} requires {num_local}; unset it"
         )
     ours = [device_count, *_COLLECTIVE_TIMEOUTS]
     return " ".join(

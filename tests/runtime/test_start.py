@@ -120,6 +120,17 @@ def test_environment_contradicting_xla_flags_are_refused():
         environment_for(
             RuntimeConfig(simulated_devices=4), XLA_FLAGS="--xla_force_host_platform_device_count=8"
         )
+    with pytest.raises(UserError, match="JAX_NUM_CPU_DEVICES is 8, but .* requires 4; unset it"):
+        environment_for(RuntimeConfig(simulated_devices=4), JAX_NUM_CPU_DEVICES="8")
+    for number in ("", "-1", "4"):
+        environment_for(RuntimeConfig(simulated_devices=4), JAX_NUM_CPU_DEVICES=number)
+
+
+def test_models_with_64_bits_are_refused():
+    with jax.enable_x64(True):
+        jaxlc.start(simulated_devices=jax.device_count())  # for the attention alone
+        with pytest.raises(UserError, match="unsupported: JAX_ENABLE_X64.*; unset it"):
+            start.start(RuntimeConfig(num_processes=1))
 
 
 @pytest.mark.parametrize(("has_driver", "platforms"), [(False, "cpu"), (True, None)])

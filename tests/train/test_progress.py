@@ -108,6 +108,7 @@ def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_ter
             make_progress(is_terminal=is_terminal)[0] as progress,
         ):
             progress.log("before\nthe file")
+            progress.log("caf\udce9.txt")  # the name of a file that is not UTF-8
             progress.log_to(path)
             with progress.compiling("the step"):
                 pass
@@ -123,7 +124,11 @@ def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_ter
         == text.count(" step 11/130 ")
         == 2
     )
-    assert "\x1b" not in text and text.endswith(" ZeroDivisionError: run 2\n")
+    assert (
+        "\x1b" not in text
+        and text.count(" caf\\udce9.txt\n") == 2
+        and text.endswith(" ZeroDivisionError: run 2\n")
+    )
 
 
 def test_log_that_cannot_be_written_ends_with_one_warning(tmp_path):

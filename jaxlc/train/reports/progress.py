@@ -207,7 +207,8 @@ class Progress:
         if (path := self._log_file) is None:
             return
         try:
-            with path.open("a", encoding="utf-8") as out:
+            # names of files may be bytes that are not UTF-8
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as out:
                 out.write(self._unwritten)
             self._unwritten = ""
         except OSError as error:  # the run goes on until its disk has no space for a checkpoint
