@@ -25,7 +25,7 @@ import time
 import tokenize
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -439,6 +439,14 @@ def write_errors_explained(place: Path | str, advice: str) -> Iterator[None]:
     except OSError as error:
         kind = UserError if full_disk_reason(error) is None else DiskFullError
         raise kind(f"cannot write to {place} ({reason_of(error)}): {advice}") from error
+
+
+def temporary_explained() -> AbstractContextManager[None]:
+    """As `write_errors_explained`, for files in the system's directory of temporary files."""
+    return write_errors_explained("a directory of temporary files", TEMPORARY_ADVICE)
+
+
+TEMPORARY_ADVICE = "set TMPDIR to a directory that is writable and has space"
 
 
 def full_disk_reason(error: BaseException | None) -> str | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import temporary_explained
 
 _POLL_SECONDS = 0.5
 _MAIN = "from jaxlc.core.processes import main; main({descriptor})"
@@ -110,7 +111,8 @@ class _Process:
 
     def __init__(self, environment: Mapping[str, str]):
         self.connection, other_end = Pipe()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
+        with temporary_explained():
+            self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
         self._process = subprocess.Popen(
             [*PYTHON, "-c", _MAIN.format(descriptor=other_end.fileno())],
             stdin=subprocess.PIPE,  # closed when this process dies

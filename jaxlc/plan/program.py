@@ -29,6 +29,7 @@ from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import TEMPORARY_ADVICE, temporary_explained
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.collectives import Collective, mesh_axes
@@ -345,7 +346,7 @@ def _compiled(
         return compile_lowered(extra_options=options, lowered=lowered)
 
     start_seconds = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
+    with temporary_explained(), tempfile.TemporaryDirectory() as directory:
         options = options_without_gpu(step.config.precision.compute) | {"xla_dump_to": directory}
         try:
             compiled = _compiled_without_gpu(with_options, options)
@@ -356,6 +357,8 @@ def _compiled(
                 advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
             if "No PTX compilation provider" in first_line:
                 advice = "install NVIDIA's assembler: pip install nvidia-cuda-nvcc-cu12"
+            if "/tempfile-" in first_line:  # the input of the assembler
+                advice = TEMPORARY_ADVICE
             seq_len = step.config.data.seq_len
             raise UserError(
                 f"compilation failed with config.data.seq_len={seq_len}: {first_line}; {advice}"

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,12 @@ def test_files_of_the_working_directory_do_not_replace_modules(tmp_path, monkeyp
         program, env=processes.child_environment(), capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
+def test_missing_directory_of_temporary_files_is_named(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(UserError, match=r"temporary files \(No such file.*\): set TMPDIR"):
+        values_of([(1,)], count)
 
 
 MEMINFO = "MemTotal: 100 kB\nMemAvailable:   80 kB\n"

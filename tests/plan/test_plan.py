@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -464,13 +465,17 @@ def test_plan_of_unsupported_settings_raises_one_line(settings, words):
     ("INTERNAL: No supported config found for HLO: %gemm_fusion_dot", "a defect of the compiler of JAX"),
     ("RESOURCE_EXHAUSTED: too many elements", "use a shorter sequence or a larger config.mesh.context"),
     ("UNAVAILABLE: No PTX compilation provider is available", "pip install nvidia-cuda-nvcc-cu12"),
-], ids=["internal", "size", "assembler"])  # fmt: skip
+    ("RESOURCE_EXHAUSTED: /x/tempfile-vm-1; No space left on device", "set TMPDIR to a directory that is writable"),
+], ids=["internal", "size", "assembler", "temporary files"])  # fmt: skip
 def test_plan_with_failing_compiler_advises_by_status(status, advice, monkeypatch):
     def fail(*args, **kwargs):
         raise jax.errors.JaxRuntimeError(f"{status}\nmore lines")
 
     monkeypatch.setattr(TrainStep, "compile", fail)
     with pytest.raises(UserError, match=f"{status}; .*{advice}"):
+        plan.plan(small_config(), "h100:2x2")
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")  # as if Python had found none
+    with pytest.raises(UserError, match=r"temporary files \(No such file.*\): set TMPDIR"):
         plan.plan(small_config(), "h100:2x2")
 
 
