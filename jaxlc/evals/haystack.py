@@ -40,8 +40,13 @@ def prose_of(paths: tuple[str, ...]) -> Prose:
     Raises:
       UserError: a file cannot be read, or there is no text.
     """
+    if not paths and (words := _docstring_words()):
+        return Prose(DOCSTRINGS, words)
     if not paths:
-        return Prose(DOCSTRINGS, _docstring_words())
+        raise UserError(
+            "this Python has no sources of its standard library, whose docstrings are the haystack: use files, with"
+            " evals.haystack"
+        )
     try:
         text = " ".join(local_path(path).read_text("utf-8", "replace") for path in paths)
     except OSError as error:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import make_writable
 from jaxlc.core.processes import Row, Work, run_in_processes
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
@@ -213,10 +214,11 @@ def run(
       log: called with lines that report progress.
       is_over: called about twice a second with the rows so far; when it is true, points without one are `STOPPED`.
     Raises:
+      UserError: `out` is not writable.
       KeyboardInterrupt: with the number of finished points in its message.
     """
     path = out / ROWS
-    out.mkdir(parents=True, exist_ok=True)
+    make_writable(out, "use another working directory, or another --out of a sweep")
     about = about | dict(jax=importlib.metadata.version("jax"))
     keys = [_key(point.config, about) for point in points]
     rows, configs = {row["key"]: row for row in read_rows(path)}, dict[str, Config]()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxlc.config.schema import RULER_TASKS
 from jaxlc.core.errors import UserError
-from jaxlc.evals import ruler
+from jaxlc.evals import haystack, ruler
 from jaxlc.evals.evaluate_run import NEW_TOKENS, needle_example, passkey_example
 from jaxlc.evals.haystack import prose_of, sentences_of
 from jaxlc.evals.ruler import read_hotpotqa, read_squad
@@ -223,3 +223,10 @@ def test_sentences_are_split_at_capital_letters():
     assert sentences_of('One e.g. this. Two? "Three!" said he. (Four.)') == [
         "One e.g. this.", "Two?", '"Three!" said he.', "(Four.)",
     ]  # fmt: skip
+
+
+def test_python_without_its_sources_needs_files_for_the_haystack(monkeypatch):
+    """As of distributions that strip the standard library."""
+    monkeypatch.setattr(haystack, "_docstring_words", tuple)
+    with pytest.raises(UserError, match="no sources of its standard library.*: use files"):
+        prose_of(())

@@ -59,6 +59,12 @@ def three_points(tmp_path) -> list[Point]:
 ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
 
 
+def test_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write to .*file/runs .*: use another working"):
+        runner.run([], fakes, about=ABOUT, out=tmp_path / "file" / "runs", num_workers=1)
+
+
 def run(tmp_path, work, *, num_workers: int = 3, log=lambda line: None) -> list[dict]:
     points = three_points(tmp_path)
     return ranking.ranked(
