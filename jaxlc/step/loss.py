@@ -131,7 +131,7 @@ class _ChunkCarry(NamedTuple):
 
     losses_t: jax.Array  # float32
     x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
-    dscale_D: jax.Array | None  # float32, as dhead_Dv; None if it is not differentiated
+    dscale_D: jax.Array | None  # float32, as dhead_Dv
     dhead_Dv: jax.Array | None  # the gradient from this rank's tokens
 
 
@@ -160,25 +160,8 @@ def loss_sums(
     return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher)[0]
 
 
-class _Differentiated(NamedTuple):
-    """Which parameters have a gradient, in addition to x: not those that are frozen."""
-
-    scale: bool
-    head: bool
-
-
-def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, teacher):
-    """The arguments but spec are `CustomVJPPrimal`s, which know whether they are
-    differentiated.
-    """
-    differentiated = _Differentiated(
-        scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed
-    )
-    arguments = (x_BTD, scale_D, head_DV, targets_BT, weights_BT, teacher)
-    *primals, teacher = jax.tree.map(
-        lambda x: x.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed")
-    )
-    sums, _, *gradients = sums_and_losses(*primals, spec, teacher, differentiated)
+def _forward_rule(*arguments):
+    sums, _, *gradients = sums_and_losses(*arguments, with_gradients=True)
     return sums, gradients
 
 
@@ -190,7 +173,7 @@ def _backward_rule(_spec, gradients, cotangents: LossSums):
     return *scaled, None, None, None
 
 
-loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+loss_sums.defvjp(_forward_rule, _backward_rule)
 
 
 def sums_and_losses(
@@ -201,16 +184,17 @@ def sums_and_losses(
     weights_BT,
     spec: LossSpec,
     teacher: Teacher | None = None,
-    differentiated: _Differentiated | None = None,
+    *,
+    with_gradients: bool = False,
 ):
     """The results of `loss_sums`, and the loss of each token, float32 of the targets' shape; not
-    differentiable. Unless `differentiated` is None, also dx_BTD, dscale_D, dhead_DV, None if it is
-    frozen.
+    differentiable. With gradients, also dx_BTD, dscale_D and dhead_DV; XLA removes the computation
+    of those that no caller uses, such as of a frozen head.
     """
     if head_DV.ndim == len(_HEAD_DIMS):  # not of the copy of a node
         spec = dataclasses.replace(spec, nodes=None)
     mesh = spec.mesh
-    local = functools.partial(_local, spec=spec, differentiated=differentiated)
+    local = functools.partial(_local, spec=spec, with_gradients=with_gradients)
     tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
     tokens, hidden, everywhere = (
         PartitionSpec(*tokens),
@@ -219,7 +203,7 @@ def sums_and_losses(
     )
     entropy = everywhere if spec.with_entropy else None
     out_specs = (LossSums(everywhere, everywhere, entropy), tokens)
-    if differentiated is not None:
+    if with_gradients:
         out_specs = (*out_specs, hidden, everywhere)
     head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
     if spec.nodes is not None:
@@ -228,7 +212,7 @@ def sums_and_losses(
         head, head_gradient = (
             PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient)
         )
-    if differentiated is not None:
+    if with_gradients:
         out_specs = (*out_specs, head_gradient)
     in_specs = (hidden, everywhere, head, tokens, tokens, hidden)
     mapped = shard_map(local, mesh, in_specs, out_specs)
@@ -252,7 +236,7 @@ def _local(
     teacher: Teacher | None,
     *,
     spec: LossSpec,
-    differentiated: _Differentiated | None,
+    with_gradients: bool,
 ):
     """`sums_and_losses` on one rank; the sums are those over all ranks."""
     if spec.nodes is not None:
@@ -262,12 +246,11 @@ def _local(
     values_t = jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[targets_bt.ndim :]), (targets_bt, weights_bt, teacher)
     )
-    with_scale, with_head = differentiated or (False, False)
-    gradients = (
-        jnp.zeros(x.shape, jnp.float32) if with_gradient else None
-        for x, with_gradient in ((scale_D, with_scale), (head_Dv, with_head))
+    parameters = (scale_D, head_Dv) if with_gradients else (None, None)
+    losses_t, *gradients = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.float32), (values_t[1], *parameters)
     )
-    carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *gradients)
+    carry = _ChunkCarry(losses_t, x_tD, *gradients)
 
     def process_chunk(carry: _ChunkCarry, start, size: int):
         x_cD, values_c = jax.tree.map(
@@ -280,18 +263,18 @@ def _local(
             x_cD,
             scale_D,
         )
-        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, values_c, spec, differentiated)
+        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, values_c, spec, with_gradients)
         carry = carry._replace(
             losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0)
         )
-        if differentiated is None:
+        if not with_gradients:
             return carry, sums
         dnormed_cD, dhead_Dv = gradients
         dx_cD, dscale_D = norm_vjp(dnormed_cD)
         return carry._replace(
             x_tD=lax.dynamic_update_slice_in_dim(carry.x_tD, dx_cD, start, 0),
-            dscale_D=carry.dscale_D + dscale_D if with_scale else None,
-            dhead_Dv=carry.dhead_Dv + dhead_Dv if with_head else None,
+            dscale_D=None if scale_D is None else carry.dscale_D + dscale_D,
+            dhead_Dv=carry.dhead_Dv + dhead_Dv,
         ), sums
 
     # before the gather over tensor
@@ -299,14 +282,12 @@ def _local(
     carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
     sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), spec.sum_axes), sums)
     losses_bt = carry.losses_t.reshape(targets_bt.shape)
-    if differentiated is None:
+    if not with_gradients:
         return sums, losses_bt
     # each tensor rank norms its own tokens
     dscale_D = lax.psum(carry.dscale_D, (*spec.sum_axes, TENSOR))
-    dhead_dv = None
-    if with_head:
-        with jax.named_scope(scopes.HEAD_GRADIENT):
-            dhead_dv = _sum_to_storage(carry.dhead_Dv, spec).astype(head_Dv.dtype)
+    with jax.named_scope(scopes.HEAD_GRADIENT):
+        dhead_dv = _sum_to_storage(carry.dhead_Dv, spec).astype(head_Dv.dtype)
     return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_dv
 
 
@@ -322,12 +303,9 @@ def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
     return dhead_Dv if spec.nodes is None else dhead_Dv[None]
 
 
-def _chunk_loss(
-    normed_cD, head_Dv, values_c, spec: LossSpec, differentiated: _Differentiated | None
-):
+def _chunk_loss(normed_cD, head_Dv, values_c, spec: LossSpec, with_gradients: bool):
     """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks,
-    losses_c and, unless `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None
-    if it is frozen)."""
+    losses_c and, with gradients, dnormed_cD of this rank's tokens, dhead_Dv)."""
     num_own = len(normed_cD)
     # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of
     # all tensor ranks.
@@ -343,7 +321,7 @@ def _chunk_loss(
     sums = weighted_sums(losses, weights_c)
     first = lax.axis_index(TENSOR) * num_own
     own_losses_c = lax.dynamic_slice_in_dim(losses.cross_entropy, first, num_own)
-    if differentiated is None:
+    if not with_gradients:
         return sums, own_losses_c
     dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(
         normed_cD.dtype
@@ -352,21 +330,39 @@ def _chunk_loss(
     dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(
         normed_cD.dtype
     )
-    dhead_Dv = None
-    if differentiated.head:
-        with jax.named_scope(scopes.HEAD_GRADIENT):
-            dhead_Dv = jnp.einsum(
-                "cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32
-            )
+    with jax.named_scope(scopes.HEAD_GRADIENT):
+        dhead_Dv = jnp.einsum(
+            "cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32
+        )
     return sums, own_losses_c, dnormed_cD, dhead_Dv
 
 
 def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
-    """(what `weighted_sums` sums, a function that returns dlogits_cv), of cross entropy with z-loss."""
-    log_z_c, target_logit_c, entropy_c = _reduce_vocabulary(logits_cv, targets_c, spec)
+    """(what `weighted_sums` sums, a function that returns d(objective)/d(logits)), of cross entropy
+    with z-loss. The normalizer, the target logit and, if spec.with_entropy, the entropy are over the
+    whole vocabulary, from the columns of each rank.
+    """
+    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
+    is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
+    shifted_cv = logits_cv - max_c[:, None]
+    exp_cv = jnp.exp(shifted_cv)
+    parts = [exp_cv.sum(axis=1), jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1)]
+    if spec.with_entropy:  # columns of padding are -inf
+        parts.append(jnp.where(exp_cv > 0, exp_cv * shifted_cv, 0.0).sum(axis=1))
+    sum_exp_c, target_logit_c, *mean = lax.psum(jnp.stack(parts), TENSOR)  # one collective for all
+    log_sum_c = jnp.log(sum_exp_c)
+    log_z_c = max_c + log_sum_c
     losses_c = log_z_c - target_logit_c
-    losses = LossSums(losses_c + spec.z_loss * log_z_c**2, losses_c, entropy_c)
-    return losses, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
+    entropy_c = log_sum_c - mean[0] / sum_exp_c if mean else None
+
+    @jax.named_scope(scopes.LOGITS)
+    def dlogits() -> jax.Array:
+        """Weight x (softmax x (1 + 2 z_loss log Z) - one_hot(target))."""
+        softmax_cv = jnp.exp(logits_cv - log_z_c[:, None])
+        dlogits_cv = softmax_cv * (1.0 + 2.0 * spec.z_loss * log_z_c)[:, None] - is_target_cv
+        return weights_c[:, None] * dlogits_cv
+
+    return LossSums(losses_c + spec.z_loss * log_z_c**2, losses_c, entropy_c), dlogits
 
 
 def check_losses(losses: jax.Array, targets: jax.Array) -> None:
@@ -447,33 +443,6 @@ def _columns(width: int) -> jax.Array:
     return lax.axis_index(TENSOR) * width + jnp.arange(width)
 
 
-def _reduce_vocabulary(
-    logits_cv: jax.Array, targets_c: jax.Array, spec: LossSpec
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """log(Z), the target logit and, if spec.with_entropy, the entropy over the whole vocabulary,
-    from the columns of each rank.
-    """
-    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
-    is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
-    shifted_cv = logits_cv - max_c[:, None]
-    exp_cv = jnp.exp(shifted_cv)
-    parts = [exp_cv.sum(axis=1), jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1)]
-    if spec.with_entropy:  # columns of padding are -inf
-        parts.append(jnp.where(exp_cv > 0, exp_cv * shifted_cv, 0.0).sum(axis=1))
-    sum_exp_c, target_logit_c, *mean = lax.psum(jnp.stack(parts), TENSOR)  # one collective for all
-    log_sum_c = jnp.log(sum_exp_c)
-    return max_c + log_sum_c, target_logit_c, log_sum_c - mean[0] / sum_exp_c if mean else None
-
-
-@jax.named_scope(scopes.LOGITS)
-def _dlogits(logits_cv, log_z_c, targets_c, weights_c, z_loss: float) -> jax.Array:
-    """d(objective)/d(logits): weight x (softmax x (1 + 2 z_loss log Z) - one_hot(target))."""
-    softmax_cv = jnp.exp(logits_cv - log_z_c[:, None])
-    is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
-    dlogits_cv = softmax_cv * (1.0 + 2.0 * z_loss * log_z_c)[:, None] - is_target_cv
-    return weights_c[:, None] * dlogits_cv
-
-
 class ExpertSums(NamedTuple):
     """The sums over the microbatches of a step; float32. L counts layers with experts."""
 
@@ -504,13 +473,9 @@ def expert_sums(
     counts_LE, probs_LE = sums["expert_counts"], sums["expert_probs"]
     num_layers, num_experts = counts_LE.shape
     num_tokens = jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1)
+    fractions, means = counts_LE / num_tokens, probs_LE / num_tokens / num_layers
     if train.balance_loss_over == "layers":
-        fractions, means = (
-            counts_LE.sum(0) / (num_layers * num_tokens),
-            probs_LE.sum(0) / (num_layers * num_tokens),
-        )
-    else:
-        fractions, means = counts_LE / num_tokens, probs_LE / num_tokens / num_layers
+        fractions, means = fractions.mean(0), means.sum(0)
     return ExpertSums(
         balance_loss=num_experts * (fractions * means).sum(),
         router_z_loss=sums["router_z"].mean() / num_tokens,
