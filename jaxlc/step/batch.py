@@ -297,41 +297,31 @@ def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
     return sum(((x < 0) | (x >= end)).astype(jnp.float32).sum() for x, end in ends)
 
 
-def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
-    """Shapes, dtypes and shardings of the batch of a step.
+def abstract_batch(
+    config: Config, mesh: Mesh, has_fragments: bool = False, *, is_evaluated: bool = False
+) -> Batch:
+    """Shapes, dtypes and shardings of the batch of a step, or of an evaluation: one microbatch with one sequence per
+    rank of the data and fsdp axes, arrays [B, S].
 
     Args:
       has_fragments: whether the order of tokens has `SequenceOrder.chained`.
     """
     train = config.train
-    num_tokens = config.data.seq_len
-    shape = (
-        train.gradient_accumulation_steps,
-        train.global_batch_size // train.gradient_accumulation_steps,
-        num_tokens,
-    )
-    batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC), has_fragments)
-    if config.posttrain.uses_reference_model:
-        # added by `train.stage_setup.Reference`
-        batch = batch._replace(reference_log_probs=batch.loss_weights)
-    return batch
-
-
-def abstract_sequences(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
-    """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes;
-    arrays [B, S].
-    """
-    shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
-    return _abstract(config, shape, NamedSharding(mesh, _SEQUENCE_SPEC), has_fragments)
-
-
-def _abstract(
-    config: Config, shape: tuple[int, ...], sharding: NamedSharding, has_fragments: bool
-) -> Batch:
+    num_parts = train.gradient_accumulation_steps
+    shape = num_parts, train.global_batch_size // num_parts, config.data.seq_len
+    spec = BATCH_SPEC
+    if is_evaluated:
+        shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
+        spec = _SEQUENCE_SPEC
     dtypes = array_dtypes(config) | ({"fragment_ids": np.dtype("i4")} if has_fragments else {})
-    return Batch(
+    sharding = NamedSharding(mesh, spec)
+    batch = Batch(
         **{
             name: jax.ShapeDtypeStruct((*shape, *dtype.shape), dtype.base, sharding=sharding)
             for name, dtype in dtypes.items()
         }
     )
+    if config.posttrain.uses_reference_model and not is_evaluated:
+        # added by `train.stage_setup.Reference`
+        batch = batch._replace(reference_log_probs=batch.loss_weights)
+    return batch

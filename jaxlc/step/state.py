@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +21,6 @@ HOST = jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
 
 
-# from a PRNG key to the parameters of step 0, a pytree of arrays
-InitParams = Callable[[jax.Array], Any]
-
-
 class TrainState(NamedTuple):
     step: jax.Array  # int32: optimizer steps done
     params: dict  # float32 master weights; frozen matrices may be bf16
@@ -37,65 +34,123 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def make_state(
-    config: Config,
-    init_params: InitParams,
-    optimizer: optax.GradientTransformation,
-    frozen: Set[str] = frozenset(),
-) -> TrainState:
-    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to
-    vocabulary padding.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateMaker:
+    """Makes the training state of a step."""
 
-    Args:
-      frozen: names of the parameters that are not trained; see `models.lora`.
-    """
-    init_key, rng = jax.random.split(jax.random.key(config.train.seed))
-    params = init_params(init_key)
-    scaling = first_scaling(config.precision, config.model)
-    opt_state = optimizer.init(lora.split(params, frozen)[0])
-    return TrainState(
-        jnp.zeros((), jnp.int32), params, opt_state, jax.random.key_data(rng), scaling
-    )
+    config: Config
+    mesh: Mesh | AbstractMesh  # of the shardings
+    init_params: Callable[[jax.Array], Any]  # from a PRNG key to the parameters, a pytree of arrays
+    optimizer: optax.GradientTransformation
+    dims: Any  # the parameter tree with a tuple of dimension names per leaf
+    frozen: Set[str]  # names of the parameters that are not trained; see `models.lora`
 
+    def make(self, params: Any = None) -> TrainState:
+        """The state of step 0: a pure function of config.train.seed, equal on every mesh up to
+        vocabulary padding.
 
-def first_state(
-    config: Config,
-    init_params: InitParams,
-    optimizer: optax.GradientTransformation,
-    abstract: TrainState,
-    params: Any = None,
-    frozen: Set[str] = frozenset(),
-) -> TrainState:
-    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
-    groups, since each is computed on the device first.
+        Args:
+          params: the parameters of step 0. None: `init_params` makes them.
+        """
+        init_key, rng = jax.random.split(jax.random.key(self.config.train.seed))
+        if params is None:
+            params = self.init_params(init_key)
+        scaling = first_scaling(self.config.precision, self.config.model)
+        opt_state = self.optimizer.init(lora.split(params, self.frozen)[0])
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(step, params, opt_state, jax.random.key_data(rng), scaling)
 
-    Args:
-      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes them.
-      frozen: as in `make_state`.
-    """
-    if params is not None:
-        abstract = abstract._replace(params=None)
-    leaves, tree = jax.tree.flatten(abstract)
-    on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
-    groups = groups_within(map(bytes_per_device, leaves)) if on_host else [range(len(leaves))]
+    def on_devices(self, abstract: TrainState, params: Any = None) -> TrainState:
+        """`make` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
+        groups, since each is computed on the device first.
 
-    def make(group) -> list[jax.Array]:
-        def init_group(params):
-            if params is None:
-                state = make_state(config, init_params, optimizer, frozen)
-            else:
-                on_device = jax.tree.map(lambda x: to_memory_kind(x, DEVICE), params)
-                state = make_state(config, lambda _: on_device, optimizer, frozen)._replace(
-                    params=None
-                )
-            state = jax.tree.leaves(state)
-            return [state[index] for index in group]
+        Args:
+          params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes them.
+        """
+        if params is not None:
+            abstract = abstract._replace(params=None)
+        leaves, tree = jax.tree.flatten(abstract)
+        on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
+        groups = groups_within(map(bytes_per_device, leaves)) if on_host else [range(len(leaves))]
 
-        shardings = [leaves[index].sharding for index in group]
-        return jax.block_until_ready(jax.jit(init_group, out_shardings=shardings)(params))
+        def make(group) -> list[jax.Array]:
+            def init_group(params):
+                state = self.make(jax.tree.map(lambda x: to_memory_kind(x, DEVICE), params))
+                if params is not None:
+                    state = state._replace(params=None)
+                state = jax.tree.leaves(state)
+                return [state[index] for index in group]
 
-    state = tree.unflatten([leaf for group in groups for leaf in make(group)])
-    return state if params is None else state._replace(params=params)
+            shardings = [leaves[index].sharding for index in group]
+            return jax.block_until_ready(jax.jit(init_group, out_shardings=shardings)(params))
+
+        state = tree.unflatten([leaf for group in groups for leaf in make(group)])
+        return state if params is None else state._replace(params=params)
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; nothing is allocated.
+
+        Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is
+        replicated. Arrays that `memory_spaces` puts in host memory have shardings with that memory
+        kind, except on absent devices (AOT compilation), whose shardings drop it.
+        """
+        mesh = self.mesh
+        shapes = jax.eval_shape(self.make)
+        trainable_dims, _ = lora.split(self.dims, self.frozen)
+        replicated_sharding = NamedSharding(mesh, PartitionSpec())
+
+        def stored(shape, names):
+            if is_masked(shape):
+                return shape
+            # optimizer state of another shape, such as Adafactor's factored moments
+            if len(names) != len(shape.shape):
+                return replicated(shape)
+            spec = rules.storage_spec(names, shape.shape, mesh)
+            return jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
+            )
+
+        def in_memory(shape, space):
+            kind = PINNED_HOST if space is HOST else None
+            sharding = NamedSharding(mesh, shape.sharding.spec, memory_kind=kind)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        def replicated(shape):
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=replicated_sharding)
+
+        abstract = TrainState(
+            step=replicated(shapes.step),
+            params=jax.tree.map(stored, shapes.params, self.dims),
+            opt_state=optax.tree_map_params(
+                self.optimizer,
+                stored,
+                shapes.opt_state,
+                trainable_dims,
+                transform_non_params=replicated,
+                is_leaf=is_masked,
+            ),
+            rng=replicated(shapes.rng),
+            scaling=jax.tree.map(replicated, shapes.scaling),
+        )
+        return jax.tree.map(in_memory, abstract, self.memory_spaces(abstract))
+
+    def memory_spaces(self, abstract: TrainState) -> TrainState:
+        """The `jax.memory.Space` in which each array of the state is stored, between steps and within a
+        step.
+        """
+        memory = self.config.memory
+        has_host = lacks_host_memory(self.mesh) is None
+        params = HOST if has_host and memory.parameters == "host" else DEVICE
+        moments = HOST if has_host and memory.optimizer == "host" else DEVICE
+        return jax.tree.map(lambda _: DEVICE, abstract)._replace(
+            params=jax.tree.map(lambda _: params, abstract.params),
+            opt_state=optax.tree_map_params(
+                self.optimizer,
+                lambda _: moments,
+                abstract.opt_state,
+                transform_non_params=lambda _: DEVICE,
+            ),
+        )
 
 
 def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
@@ -111,23 +166,6 @@ def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = Non
             leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True
         )
         if leaf_space is space
-    )
-
-
-def memory_spaces(
-    config: MemoryConfig, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
-) -> TrainState:
-    """The `jax.memory.Space` in which each array of the state is stored, between steps and within a
-    step.
-    """
-    has_host = lacks_host_memory(mesh) is None
-    params = HOST if has_host and config.parameters == "host" else DEVICE
-    moments = HOST if has_host and config.optimizer == "host" else DEVICE
-    return jax.tree.map(lambda _: DEVICE, abstract)._replace(
-        params=jax.tree.map(lambda _: params, abstract.params),
-        opt_state=optax.tree_map_params(
-            optimizer, lambda _: moments, abstract.opt_state, transform_non_params=lambda _: DEVICE
-        ),
     )
 
 
@@ -176,57 +214,3 @@ def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
         return []
     where = "in pinned host memory" if problem is None else f"on the device: {problem}"
     return [f"memory     {' and '.join(requested)} (config.memory) stored {where}"]
-
-
-def abstract_state(
-    config: Config,
-    mesh: Mesh,
-    init_params: InitParams,
-    optimizer: optax.GradientTransformation,
-    dims,
-    frozen: Set[str] = frozenset(),
-) -> TrainState:
-    """Shapes, dtypes and shardings of the state; nothing is allocated.
-
-    Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is
-    replicated. Arrays that `memory_spaces` puts in host memory have shardings with that memory
-    kind, except on absent devices (AOT compilation), whose shardings drop it.
-    """
-    shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer, frozen))
-    trainable_dims, _ = lora.split(dims, frozen)
-    replicated_sharding = NamedSharding(mesh, PartitionSpec())
-
-    def stored(shape, names):
-        if is_masked(shape):
-            return shape
-        # optimizer state of another shape, such as Adafactor's factored moments
-        if len(names) != len(shape.shape):
-            return replicated(shape)
-        spec = rules.storage_spec(names, shape.shape, mesh)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
-
-    def in_memory(shape, space):
-        kind = PINNED_HOST if space is HOST else None
-        sharding = NamedSharding(mesh, shape.sharding.spec, memory_kind=kind)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    def replicated(shape):
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=replicated_sharding)
-
-    abstract = TrainState(
-        step=replicated(shapes.step),
-        params=jax.tree.map(stored, shapes.params, dims),
-        opt_state=optax.tree_map_params(
-            optimizer,
-            stored,
-            shapes.opt_state,
-            trainable_dims,
-            transform_non_params=replicated,
-            is_leaf=is_masked,
-        ),
-        rng=replicated(shapes.rng),
-        scaling=jax.tree.map(replicated, shapes.scaling),
-    )
-    return jax.tree.map(
-        in_memory, abstract, memory_spaces(config.memory, mesh, optimizer, abstract)
-    )

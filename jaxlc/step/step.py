@@ -6,7 +6,6 @@ the metrics. Before it is compiled, its attention kernels are checked on the GPU
 train.
 """
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ from jaxlc.step.batch import (
     Batch,
     SequenceOrder,
     abstract_batch,
-    abstract_sequences,
     attention_pairs,
     choose_order,
     in_natural_order,
@@ -57,12 +55,9 @@ from jaxlc.step.loss import ExpertMetrics, TokenLoss, expert_metrics, with_balan
 from jaxlc.step.objective import Objective
 from jaxlc.step.state import (
     DEVICE,
+    StateMaker,
     TrainState,
-    abstract_state,
     bytes_per_device,
-    first_state,
-    make_state,
-    memory_spaces,
     to_memory_kind,
 )
 from jaxlc.step.update import StepOptimizer, learning_rate_schedule
@@ -104,10 +99,8 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
     """Yields the texts of the kinds of layers with their names; if they are equal, the text alone;
     if there are none, "none"."""
-    if not texts:
-        yield "none"
-    elif len(set(texts.values())) == 1:
-        yield next(iter(texts.values()))
+    if len(set(texts.values())) <= 1:
+        yield next(iter(texts.values()), "none")
     else:
         for kind, text in texts.items():
             yield f"{kind}: {text}"
@@ -205,14 +198,7 @@ class TrainStep:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        return abstract_state(
-            self.config,
-            self.storage_mesh,
-            self.objective.init_params,
-            self._optimizer,
-            self.dims,
-            self.frozen,
-        )
+        return self._states.abstract()
 
     @property
     def sharding_table(self) -> ShardingTable:
@@ -233,7 +219,7 @@ class TrainStep:
         """The memory of each array of the state; the shardings of `abstract_state` drop it for
         absent devices.
         """
-        return memory_spaces(self.config.memory, self.mesh, self._optimizer, self.abstract_state)
+        return self._states.memory_spaces(self.abstract_state)
 
     @cached_property
     def abstract_batch(self) -> Batch:
@@ -360,13 +346,12 @@ class TrainStep:
     @cached_property
     def abstract_evaluation_batch(self) -> Batch:
         """Arrays [sequences, tokens]."""
-        return abstract_sequences(self.config, self.mesh, self.sequence_order.chained is not None)
+        has_fragments = self.sequence_order.chained is not None
+        return abstract_batch(self.config, self.mesh, has_fragments, is_evaluated=True)
 
-    def compile_evaluation(
-        self, extra_options: dict[str, bool | int | str] | None = None
-    ) -> jax.stages.Compiled:
+    def compile_evaluation(self) -> jax.stages.Compiled:
         """Compiles `jitted_evaluation`."""
-        return self.compile_lowered(self.lower_evaluation(), extra_options)
+        return self.compile_lowered(self.lower_evaluation())
 
     @cached_property
     def reference(self) -> "TrainStep | None":
@@ -458,14 +443,7 @@ class TrainStep:
         Args:
           params: pretrained parameters with the shardings of `abstract_state`. None: random ones.
         """
-        return first_state(
-            self.config,
-            self.objective.init_params,
-            self._optimizer,
-            self.abstract_state,
-            params,
-            self.frozen,
-        )
+        return self._states.on_devices(self.abstract_state, params)
 
     def init_params(self, names: Set[str]) -> dict:
         """The parameters of step 0 with these names, as in `models.lora`; the others are not
@@ -476,10 +454,8 @@ class TrainStep:
             return lora.split(tree, names)[1]
 
         shardings = jax.tree.map(lambda x: x.sharding, select(self.abstract_state.params))
-        state = functools.partial(
-            make_state, self.config, self.objective.init_params, self._optimizer, self.frozen
-        )
-        return jax.jit(lambda: select(state().params), out_shardings=shardings)()
+        made = jax.jit(lambda: select(self._states.make().params), out_shardings=shardings)
+        return made()
 
     @cached_property
     def transport(self) -> xla_flags.TransportSelection | None:
@@ -519,6 +495,17 @@ class TrainStep:
     @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
+
+    @cached_property
+    def _states(self) -> StateMaker:
+        return StateMaker(
+            config=self.config,
+            mesh=self.storage_mesh,
+            init_params=self.objective.init_params,
+            optimizer=self._optimizer,
+            dims=self.dims,
+            frozen=self.frozen,
+        )
 
     @cached_property
     def _step_optimizer(self) -> StepOptimizer:

@@ -122,7 +122,7 @@ def test_evaluation_for_h100_uses_the_transport_of_the_step():
     config = load(config)
     mesh = make_mesh(topology("h100:1x4"), config.mesh)
     real = build_step(config, mesh)
-    compiled = real.compile_evaluation(extra_options=dict(WITHOUT_GPU))
+    compiled = real.compile_lowered(real.lower_evaluation(), dict(WITHOUT_GPU))
     assert {
         hop.collective.transport for hop in analyze(compiled.as_text()).attention_collectives
     } == {"symmetric"}
