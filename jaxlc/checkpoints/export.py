@@ -73,7 +73,7 @@ _TOKENIZER_SETTINGS_BEFORE = "special_tokens_map.json"  # transformers 4 prefers
 
 
 def write_text_files(
-    config: Config, source: Pretrained | None, target: Path, *, longest: int
+    config: Config, workdir: Path, target: Path, *, longest: int
 ) -> dict[str, Any]:
     """Writes the files to `target`; returns the fields of config.json that follow from them.
 
@@ -87,6 +87,7 @@ def write_text_files(
     """
     # Copies the tokenizer of the run, with its chat template, and the generation settings of its
     # model.
+    source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.directory
     directory = _tokenizer_directory(config, base)
     for name in TEXT_FILES:
@@ -109,7 +110,7 @@ def write_text_files(
         )
     template = trained_template(config, tokenizer) if has_tokenizer else None
     known = eos_token_ids(source.directory) if source else []
-    stop_ids = stops_of(config, tokenizer, source, template).ids
+    stop_ids = stops_of(config, tokenizer, workdir, template).ids
     if template is not None:
         changes = _write_template(config, template, tokenizer, target)
     elif set(stop_ids) <= set(known):
@@ -257,10 +258,9 @@ def export(
                 num_tokens = (base or {}).get("vocab_size", size)
                 name = _base_of_adapters(config, family, num_tokens)
                 has_images = source is not None and source.has_images and not text_only
-                prefix = [*family.multimodal_prefixes][-1] if has_images else ""
-                write_adapters(config, family, params, partial, base=name, prefix=prefix)
+                write_adapters(config, family, params, partial, base=name, has_images=has_images)
             else:
-                content |= write_text_files(config, source, partial, longest=longest)
+                content |= write_text_files(config, workdir, partial, longest=longest)
                 if source is not None and record is not None:
                     for name in PROCESSOR_FILES:
                         if (source.directory / name).is_file():

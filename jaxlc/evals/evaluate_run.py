@@ -25,7 +25,7 @@ import numpy as np
 from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
-from jaxlc.config.models.pretrained import locate, original_of
+from jaxlc.config.models.pretrained import locate
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import fingerprint_of, local_path
 from jaxlc.data.tokens.chat_templates import fitting_template
@@ -428,12 +428,7 @@ class TrainingScorer:
             model=self._model,
             encode=self._encode,
             generator=generator,
-            stops=stops_of(
-                config,
-                self._encode.tokenizer,
-                original_of(config.model.init_from, workdir),
-                self._encode.template,
-            ),
+            stops=stops_of(config, self._encode.tokenizer, workdir, self._encode.template),
             directory=out / f"step-{step}",
             replaces=True,
         )

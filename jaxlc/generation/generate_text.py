@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxlc.config.models.pretrained import context_warning, original_of
+from jaxlc.config.models.pretrained import context_warning
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import valid_unicode
 from jaxlc.core.text import gib, print_to_stderr
@@ -129,16 +129,14 @@ class PromptEncoder:
         """What was noticed in prompts, one line each."""
         return self._encoder.notes.lines("prompts")
 
-    @property
-    def overhead_tokens(self) -> int:
-        """At least the number of tokens that a prompt has in addition to its text."""
-        extra = len(self("a", "a")) - len(self.tokenizer.encode(b"aa"))
-        return extra if self.template is None else extra + _MARGIN_TOKENS
-
     def counter(self) -> Callable[[str], int]:
         """Returns at least the number of tokens of the prompt with a text."""
-        overhead_tokens = self.overhead_tokens
-        return lambda text: len(self.tokenizer.encode(text.encode())) + overhead_tokens
+
+        def count(text: str) -> int:
+            return len(self.tokenizer.encode(text.encode()))
+
+        more = len(self("a", "a")) - count("aa") + (_MARGIN_TOKENS if self.template else 0)
+        return lambda text: count(text) + more
 
 
 def template_of(
@@ -204,8 +202,7 @@ def warn_beyond_context(result: TrainedModel, num_tokens: int) -> None:
 
 def stops_for(result: TrainedModel, template: ChatTemplate | None = None) -> Stops:
     """What ends the answers of the model of `result` to prompts in `template`."""
-    original = original_of(result.config.model.init_from, result.workdir)
-    return stops_of(result.config, result.tokenizer, original, template)
+    return stops_of(result.config, result.tokenizer, result.workdir, template)
 
 
 SAMPLES = "samples"  # directory in the workdir: STEP.jsonl; and the name of the texts in reports
@@ -235,7 +232,6 @@ class Sampler:
         if any(not ids.size for ids in self._prompts):
             raise UserError("config.train.sample_prompts has an empty prompt; remove it")
         self._step = step
-        self._tokenizer = tokenizer
         self._template = template
         self._generator = Generator(step, None, tokenizer, copies=False)
         self.problem = ""
@@ -254,8 +250,7 @@ class Sampler:
         """The text that follows each prompt. Random numbers are the same at every step."""
         config = self._step.config
         train = self._step.config.train
-        original = original_of(config.model.init_from, workdir)
-        stops = stops_of(config, self._tokenizer, original, self._template)
+        stops = stops_of(config, self._generator.tokenizer, workdir, self._template)
         is_greedy = train.sample_temperature <= 0
         sampling = Sampling(
             temperature=train.sample_temperature,

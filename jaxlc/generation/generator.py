@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.tokens.encoder import NO_STOPS, Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens, penalized
+from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import (
@@ -468,23 +468,12 @@ class Batch:
     def choose(
         self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        if sampling.repetition_penalty != 1:
-            penalty = np.float32(sampling.repetition_penalty)
-            logits_BV = penalized(logits_BV, self._seen_BV, penalty)
         padded_B = np.pad(indices_P, (0, self.num_sequences - len(indices_P)))
         indices_B = np.stack([padded_B, self._num_tokens_B])
-        return jax.device_get(
-            choose_tokens(
-                logits_BV,
-                np.uint32(sampling.seed),
-                indices_B,
-                np.float32(1.0 if sampling.is_greedy else sampling.temperature),
-                np.float32(sampling.top_p),
-                greedy=sampling.is_greedy,
-                scales_log_probs=sampling.scales_log_probs,
-                limits=(sampling.top_k, sampling.min_p),
-            )
-        )
+        seen_BV = None if sampling.repetition_penalty == 1 else self._seen_BV
+        seed = np.uint32(sampling.seed)
+        chosen = choose_tokens(logits_BV, seed, indices_B, replace(sampling, seed=0), seen_BV)
+        return jax.device_get(chosen)
 
     def _run(self, chunks: list[np.ndarray], chunk_tokens: int) -> jax.Array:
         new_B = np.array([len(chunk) for chunk in chunks], np.int32)

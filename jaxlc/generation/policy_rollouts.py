@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from jaxlc.config import Config
-from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.tokens.encoder import stops_of
@@ -53,8 +52,7 @@ class RolloutMaker(ABC):
         self._prompts = (*source.prompts, *source.eval_prompts)
         teacher = open_teacher(config, source.tokenizer, source.prompts[0].text)
         self._agents = Agents(config, source.tokenizer, self._prompts, teacher)
-        self._original = original_of(config.model.init_from, source.workdir)
-        self._stops = stops_of(config, source.tokenizer, self._original)
+        self._stops = stops_of(config, source.tokenizer, source.workdir)
 
     @property
     @abstractmethod

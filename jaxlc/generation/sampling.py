@@ -142,23 +142,13 @@ class Sampling(SamplingSettings):
                 )
 
 
-@jax.jit
-def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Logits with `Sampling.repetition_penalty`; `seen_BV`: whether a token occurred."""
-    less_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return jnp.where(seen_BV, less_BV, logits_BV)
-
-
-@partial(jax.jit, static_argnames=("greedy", "scales_log_probs", "limits"))
+@partial(jax.jit, static_argnames="sampling")
 def choose_tokens(
     logits_BV: jax.Array,
     seed: jax.Array,
     indices_B: jax.Array,
-    temperature: jax.Array,
-    top_p: jax.Array,
-    greedy: bool,
-    scales_log_probs: bool = False,
-    limits: tuple[int, float] = (0, 0.0),
+    sampling: Sampling,
+    seen_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
 
@@ -167,28 +157,33 @@ def choose_tokens(
 
     Args:
       logits_BV: float32.
+      seed: uint32, instead of the one of `sampling`, which would select another program.
       indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
-      limits: top_k and min_p of `Sampling`.
+      seen_BV: whether a token occurred, for the repetition penalty. None: there is no penalty.
     """
-    top_k, min_p = limits
+    if seen_BV is not None:
+        penalty = sampling.repetition_penalty
+        less_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        logits_BV = jnp.where(seen_BV, less_BV, logits_BV)
+    scaled_BV = logits_BV if sampling.is_greedy else logits_BV / sampling.temperature
 
-    def sample(logits_V: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
+    def sample(scaled_V: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
-        probs_V = jax.nn.softmax(logits_V / temperature)
+        probs_V = jax.nn.softmax(scaled_V)
         order_V = jnp.argsort(-probs_V)
         sorted_V = probs_V[order_V]
-        if top_k:
-            sorted_V = jnp.where(jnp.arange(len(sorted_V)) < top_k, sorted_V, 0.0)
+        if sampling.top_k:
+            sorted_V = jnp.where(jnp.arange(len(sorted_V)) < sampling.top_k, sorted_V, 0.0)
             sorted_V /= sorted_V.sum()
-        if min_p:
-            sorted_V = jnp.where(sorted_V >= min_p * sorted_V[0], sorted_V, 0.0)
+        if sampling.min_p:
+            sorted_V = jnp.where(sorted_V >= sampling.min_p * sorted_V[0], sorted_V, 0.0)
         before_V = jnp.cumsum(sorted_V) - sorted_V  # probability of the more likely tokens
-        sorted_V = jnp.where(before_V < top_p, sorted_V, 0.0)
+        sorted_V = jnp.where(before_V < sampling.top_p, sorted_V, 0.0)
         return order_V[jax.random.categorical(key, jnp.log(sorted_V))].astype(jnp.int32)
 
-    log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
-    if greedy:
+    log_probs_BV = jax.nn.log_softmax(scaled_BV if sampling.scales_log_probs else logits_BV)
+    if sampling.is_greedy:
         tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     else:
-        tokens_B = jax.vmap(sample)(logits_BV, *indices_B)
+        tokens_B = jax.vmap(sample)(scaled_BV, *indices_B)
     return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=1)[:, 0]

@@ -18,6 +18,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, file_fingerprint, local_path, write_errors_explained
 from jaxlc.generation.policy_rollouts import Records, RolloutMaker, prompts_of_step
@@ -126,16 +127,14 @@ class ServerRollouts(RolloutMaker):
 
     def _write_version(self, params: Params, target: Path) -> None:
         config = self._config
-        original = self._original
+        original = original_of(config.model.init_from, self._source.workdir)
         family = family_of(original and original.config_json(), config.model)
-        prefix = ""
-        if original is not None and original.has_images:
-            prefix = [*family.multimodal_prefixes][-1]
+        has_images = original is not None and original.has_images
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         with write_errors_explained(partial, "use another config.rollouts.server_directory"):
             partial.mkdir(parents=True)
-            write_adapters(config, family, params, partial, prefix=prefix)
+            write_adapters(config, family, params, partial, has_images=has_images)
             partial.rename(target)
         saved = committed_steps(self._source.workdir / CHECKPOINTS_DIRECTORY)
         first = min([int(target.name), *saved] if saved else [0]) - config.rollouts.lag

@@ -102,13 +102,13 @@ def write_adapters(
     target: Path,
     *,
     base: str = "",
-    prefix: str = "",
+    has_images: bool = False,
 ) -> None:
     """Writes the two files.
 
     Args:
       base: the directory or hub id of the base model, or "".
-      prefix: of the modules of a language model in a model with images; see `Family.with_prefix`.
+      has_images: whether the base is the language model in a model with images.
     Raises:
       UserError: the run has no adapters.
       Unsupported: `peft` has no equivalent of the trained parameters.
@@ -118,6 +118,7 @@ def write_adapters(
             "the run has no adapters (config.lora.rank is 0): export it without --adapters"
         )
     model = config.model
+    prefix = [*family.multimodal_prefixes][-1] if has_images else ""
     layouts = _layouts(model, family, prefix)
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:

@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config, load
-from jaxlc.config.models.pretrained import Pretrained, eos_token_ids
+from jaxlc.config.models.pretrained import eos_token_ids
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat_templates import fitting_template, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of
@@ -58,14 +58,15 @@ def test_stops_have_the_end_of_turn_of_the_prompt_and_the_tokens_of_the_original
 ):
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
     (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=[END, 300])))
-    original = Pretrained(init_from=str(tmp_path), directory=tmp_path, is_run=False)
+    config = config_of()
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, init_from=str(tmp_path))
+    )
     ids = list(dict.fromkeys([SPECIAL_TOKENS.index(end), END, 300]))
     for source in (STYLES[style], without_generation_tags(STYLES[style])):
-        assert stops_of(config_of(), tokenizer, original, fitting_template(source, tokenizer)) == (
-            ids,
-            [],
-        )
-    assert stops_of(config_of(), tokenizer, original).ids == [END, 300]
+        template = fitting_template(source, tokenizer)
+        assert stops_of(config, tokenizer, None, template) == (ids, [])
+    assert stops_of(config, tokenizer, None).ids == [END, 300]
 
 
 @pytest.mark.parametrize("settings", [

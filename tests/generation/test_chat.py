@@ -11,7 +11,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation import generate_text
 from jaxlc.generation.generate_text import ChatSession
-from jaxlc.generation.sampling import Sampling, choose_tokens, penalized
+from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.step.language_model import TrainedModel
 from tests.step.synthetic import HYBRID, small_config, small_step
 from tests.train import runs
@@ -71,19 +71,26 @@ def test_second_turn_prefills_new_tokens_and_compiles_nothing(model, monkeypatch
 def test_top_k_and_min_p_choose_among_the_likeliest(top_k, min_p, allowed):
     logits_BV = np.tile(np.log(np.float32([0.4, 0.3, 0.15, 0.1, 0.05])), (64, 1))
     indices_B = np.stack([np.arange(64), np.zeros(64)]).astype(np.int32)
-    arguments = logits_BV, np.uint32(0), indices_B, np.float32(1), np.float32(1)
-    tokens_B, _ = choose_tokens(*arguments, greedy=False, limits=(top_k, min_p))
+    arguments = logits_BV, np.uint32(0), indices_B
+    sampling = Sampling(temperature=1.0, top_k=top_k, min_p=min_p)
+    tokens_B, _ = choose_tokens(*arguments, sampling)
     assert {*np.asarray(tokens_B).tolist()} == allowed
     # top_p counts the probability of the tokens that top_k leaves, as in transformers
-    arguments = *arguments[:4], np.float32(0.5)
-    tokens_B, _ = choose_tokens(*arguments, greedy=False, limits=(2, 0.0))
+    tokens_B, _ = choose_tokens(*arguments, Sampling(temperature=1.0, top_p=0.5, top_k=2))
     assert {*np.asarray(tokens_B).tolist()} == {0}
 
 
 def test_repetition_penalty_changes_logits_of_seen_tokens():
-    logits_BV = np.float32([[2.0, -2.0, 1.0]])
     seen_BV = np.array([[True, True, False]])
-    assert penalized(logits_BV, seen_BV, np.float32(2)).tolist() == [[1.0, -4.0, 1.0]]
+    sampling = Sampling(repetition_penalty=2.0)
+    for logits_V, token, expected_V in (
+        ([2.0, -2.0, 1.5], 2, [1.0, -4.0, 1.5]),
+        ([-1.0, -1.0, -1.5], 2, [-2.0, -2.0, -1.5]),
+        ([4.0, -2.0, 1.0], 0, [2.0, -4.0, 1.0]),
+    ):
+        chosen = choose_tokens(np.float32([logits_V]), 0, np.zeros((2, 1), int), sampling, seen_BV)
+        log_prob = float(jax.nn.log_softmax(np.float32(expected_V))[token])
+        assert [x.tolist() for x in chosen] == [[token], pytest.approx([log_prob])]
     with pytest.raises(UserError, match="top_k=3 has no effect with temperature"):
         Sampling(top_k=3)
 

@@ -15,7 +15,8 @@ def draws(count: int, temperature: float, top_p: float) -> np.ndarray:
     """Frequencies of the four tokens."""
     logits_BV = jnp.broadcast_to(LOGITS, (count, 4))
     indices_B = np.stack([np.arange(count), np.zeros(count, int)])
-    tokens_B, _ = choose_tokens(logits_BV, 0, indices_B, temperature, top_p, greedy=False)
+    sampling = Sampling(temperature=temperature, top_p=top_p)
+    tokens_B, _ = choose_tokens(logits_BV, 0, indices_B, sampling)
     return np.bincount(np.asarray(tokens_B), minlength=4) / count
 
 
@@ -38,9 +39,7 @@ def test_frequencies_equal_probabilities(temperature, top_p, expected):
 
 
 def test_greedy_takes_the_largest_and_reports_its_log_probability():
-    tokens_B, log_probs_B = choose_tokens(
-        LOGITS[None, ::-1], 0, np.zeros((2, 1), int), 1.0, 1.0, greedy=True
-    )
+    tokens_B, log_probs_B = choose_tokens(LOGITS[None, ::-1], 0, np.zeros((2, 1), int), Sampling())
     assert tokens_B.tolist() == [3] and np.allclose(log_probs_B, np.log(0.5))
 
 
@@ -51,8 +50,9 @@ def test_temperature_near_zero_is_greedy():
 def test_token_of_a_sequence_does_not_depend_on_its_batch():
     logits_BV = jax.random.normal(jax.random.key(0), (8, 50))
     indices_B = np.stack([np.arange(8), np.arange(8) + 3])
-    together, _ = choose_tokens(logits_BV, 1, indices_B, 1.0, 0.9, greedy=False)
-    alone, _ = choose_tokens(logits_BV[5:6], 1, indices_B[:, 5:6], 1.0, 0.9, greedy=False)
+    sampling = Sampling(temperature=1.0, top_p=0.9)
+    together, _ = choose_tokens(logits_BV, 1, indices_B, sampling)
+    alone, _ = choose_tokens(logits_BV[5:6], 1, indices_B[:, 5:6], sampling)
     assert together[5] == alone[0]
 
 

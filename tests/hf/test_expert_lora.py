@@ -220,7 +220,7 @@ def test_adapters_that_were_written_are_read(case, projections, tmp_path):
 
 def test_adapters_of_a_model_with_images_are_read(tmp_path):
     run = _Run(tmp_path, "qwen3_5_moe", ALL)
-    config, abstract = _adapters_of(run, tmp_path / "adapters", prefix="model.language_model.")
+    config, abstract = _adapters_of(run, tmp_path / "adapters", has_images=True)
     for path, x in read_adapters(config, abstract).items():
         np.testing.assert_array_equal(x, run.by_path[path], err_msg=path)
 
@@ -313,7 +313,7 @@ def test_rows_of_a_projection_that_the_config_does_not_name_raise(tmp_path):
 
 def test_adapters_of_a_model_with_images_name_its_modules(tmp_path):
     run = _Run(tmp_path, "qwen3_5_moe", ALL, trainable=("embedding",))
-    write_adapters(run.config, run.family, run, tmp_path, prefix="model.language_model.")
+    write_adapters(run.config, run.family, run, tmp_path, has_images=True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == r"model\.language_model\..*\.(in_proj_qkv|q_proj)"
     assert config["modules_to_save"] == ["model.language_model.embed_tokens"]

@@ -11,12 +11,13 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.config.models.pretrained import Pretrained, eos_token_ids
+from jaxlc.config.models.pretrained import eos_token_ids, original_of
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import (
     ASSISTANT,
@@ -53,18 +54,19 @@ NO_STOPS = Stops([], [])
 def stops_of(
     config: Config,
     tokenizer: Tokenizer,
-    original: Pretrained | None,
+    workdir: Path | None,
     template: ChatTemplate | None = None,
 ) -> Stops:
     """What ends the answers of a model.
 
     Args:
       config: of the run, or of a model that was loaded as a run.
-      original: the model that training started from, see `original_of`.
+      workdir: of the run, with a copy of the files of the model that training started from; see `original_of`.
       template: of the prompts. None: that of the chats that the run trains on, if any.
     Raises:
       UserError: the chat template, or a file of the original model, cannot be read.
     """
+    original = original_of(config.model.init_from, workdir)
     template = template or trained_template(config, tokenizer)
     end_of_turn = None if template is None else end_of_turn_id(template, tokenizer)
     ids = [] if end_of_turn is None else [end_of_turn]
