@@ -55,9 +55,8 @@ class Facts:
     locked_bytes: int | None = None  # `ulimit -l`; None: unlimited
     has_infiniband: bool = False
     host_bytes: int = UNKNOWN_MEMORY  # free, within the limit of the container
-    gpu_uuids: list[str] = field(default_factory=list)  # that this process uses
-    gpu_bytes: list[int] = field(default_factory=list)
-    gpu_free_bytes: list[int] = field(default_factory=list)  # before JAX has started
+    # that this process uses: UUID, bytes, and bytes that were free before JAX started
+    gpus: list[list[Any]] = field(default_factory=list)
     # Measured together with the other processes:
     platform: str = "cpu"
     device_kind: str = "cpu"
@@ -96,9 +95,7 @@ def read_facts() -> Facts:
         locked_bytes=None if limit == resource.RLIM_INFINITY or may_lock_memory() else limit,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         host_bytes=free_host_bytes(),
-        gpu_uuids=[row[1] for row in rows],
-        gpu_bytes=[_mebibytes(row[2]) for row in rows],
-        gpu_free_bytes=[_mebibytes(row[3]) for row in rows],
+        gpus=[[row[1], _mebibytes(row[2]), _mebibytes(row[3])] for row in rows],
     )
 
 
@@ -107,17 +104,15 @@ def with_visible_gpus(facts: Facts, environment: Mapping[str, str]) -> Facts:
     UUIDs.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not facts.gpu_uuids:
+    if visible is None or not facts.gpus:
         return facts
     names = [name.strip() for name in visible.split(",") if name.strip()]
     is_visible = [
         str(index) in names
         or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
-        for index, uuid in enumerate(facts.gpu_uuids)
+        for index, (uuid, *_) in enumerate(facts.gpus)
     ]
-    of_gpus = ("gpu_uuids", "gpu_bytes", "gpu_free_bytes")
-    visible_ones = {x: list(itertools.compress(vars(facts)[x], is_visible)) for x in of_gpus}
-    return dataclasses.replace(facts, **visible_ones)
+    return dataclasses.replace(facts, gpus=list(itertools.compress(facts.gpus, is_visible)))
 
 
 def versions(driver: str = "") -> dict[str, str]:
@@ -332,7 +327,9 @@ def _columns(facts: Sequence[Facts]) -> dict[str, _Column]:
     products = rates(stragglers.PRODUCT, stragglers.NUM_PRODUCTS * 2e-12 * size**3)
     copies = rates(stragglers.COPY, 1e-9 * size * size * dtype.itemsize)
     return {
-        "free GPU GiB": _Column([min(own.gpu_free_bytes, default=None) for own in facts], gib),
+        "free GPU GiB": _Column(
+            [min((x for *_, x in own.gpus), default=None) for own in facts], gib
+        ),
         "free host GiB": _Column([own.host_bytes for own in facts], gib),
         "ulimit -l GiB": _Column([own.locked_bytes for own in facts], gib),
         "clock s": _Column(clock_offsets(facts), "{:+.2f}".format, abs),
@@ -374,7 +371,7 @@ def _host_findings(facts: Sequence[Facts]) -> Iterator[str]:
                 yield f"{host} has {count} {what} of the run, and most machines have {usual}"
     users: dict[tuple[str, str], list[Facts]] = defaultdict(list)
     for own in facts:
-        for uuid in own.gpu_uuids:
+        for uuid, *_ in own.gpus:
             users[own.boot_id, uuid].append(own)
     for (_, uuid), group in users.items():
         if len(group) > 1:
@@ -403,7 +400,7 @@ def _limit_findings(facts: Sequence[Facts]) -> Iterator[str]:
 
 def _memory_findings(facts: Sequence[Facts], needs: Needs) -> Iterator[str]:
     for own in facts:
-        for total, free in zip(own.gpu_bytes, own.gpu_free_bytes):
+        for _, total, free in own.gpus:
             pool_bytes = needs.memory_fraction * total
             if needs.memory_fraction and needs.state_bytes > pool_bytes:
                 yield (

@@ -32,9 +32,7 @@ def machine(process_id: int, **changes: object) -> Facts:
         versions=VERSIONS,
         has_infiniband=True,
         host_bytes=500 * GIB,
-        gpu_uuids=[f"GPU-{process_id}-{index}" for index in range(8)],
-        gpu_bytes=[GPU_BYTES] * 8,
-        gpu_free_bytes=[GPU_BYTES - GIB // 2] * 8,
+        gpus=[[f"GPU-{process_id}-{index}", GPU_BYTES, GPU_BYTES - GIB // 2] for index in range(8)],
         platform="gpu",
         device_kind="NVIDIA H100 80GB HBM3",
         num_devices=8,
@@ -81,12 +79,12 @@ SLOW_COPY = {"product": [5e-4] * 8, "copy": [*[4e-4] * 7, 2e-3]}
         ),
         (dict(clock=[90.0, 91.0, 92.0]), "the clock of process 2 on node2 is 10.0 s behind"),
         (
-            dict(host="node1", gpu_uuids=[]),
+            dict(host="node1", gpus=[]),
             "several machines have the host name node1: processes 1, 2 on node1",
         ),
         (dict(num_devices=7), "node2 has 7 devices of the run, and most machines have 8"),
         (
-            dict(boot_id="boot1", gpu_uuids=["GPU-1-3"]),
+            dict(boot_id="boot1", gpus=[["GPU-1-3", GPU_BYTES, GPU_BYTES]]),
             "processes 1, 2 on node1, node2 use the same GPU GPU-1-3",
         ),
         (
@@ -94,11 +92,11 @@ SLOW_COPY = {"product": [5e-4] * 8, "copy": [*[4e-4] * 7, 2e-3]}
             "`ulimit -l` is 65,536 KiB on process 2 on node2, and InfiniBand needs",
         ),
         (
-            dict(gpu_free_bytes=[GPU_BYTES] * 7 + [40 * GIB]),
+            dict(gpus=[["GPU-2-0", GPU_BYTES, 40 * GIB]]),
             "a GPU of process 2 on node2 has 40.00 of 79.11 GiB free, and JAX's pool takes 71.20 GiB",
         ),
         (
-            dict(gpu_bytes=[48 * GIB] * 8),
+            dict(gpus=[["GPU-2-0", 48 * GIB, 48 * GIB]]),
             "a GPU of process 2 on node2 has 48.00 GiB, of which JAX's pool takes 0.9, and the training state needs",
         ),
         (
@@ -143,7 +141,7 @@ def test_limits_that_do_not_matter_are_not_judged():
     low = dict(locked_bytes=2**16)
     assert found([machine(index, has_infiniband=False, **low) for index in range(4)]) == []
     assert found([machine(0, **low)]) == []
-    facts = with_fault(2, gpu_free_bytes=[GIB] * 8)
+    facts = with_fault(2, gpus=[["GPU-2-0", GPU_BYTES, GIB]])
     assert len(found(facts)) == 1 and found(facts, needs=NEEDS._replace(memory_fraction=0.0)) == []
 
 

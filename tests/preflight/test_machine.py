@@ -99,9 +99,11 @@ def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
     rows = [[str(index), f"GPU-{index}a", "81559", "81000", "570.86.15"] for index in range(4)]
     monkeypatch.setattr(findings, "query_gpus", lambda *fields: rows)
     own = read_facts()
-    assert own.versions["driver"] == "570.86.15" and own.gpu_free_bytes == [81000 * 2**20] * 4
-    assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "1,3"}).gpu_uuids == ["GPU-1a", "GPU-3a"]
-    assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "GPU-2"}).gpu_uuids == ["GPU-2a"]
+    assert own.versions["driver"] == "570.86.15"
+    assert own.gpus == [[f"GPU-{index}a", 81559 * 2**20, 81000 * 2**20] for index in range(4)]
+    for visible, indices in (("1,3", (1, 3)), ("GPU-2", (2,))):
+        kept = with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": visible}).gpus
+        assert kept == [own.gpus[index] for index in indices]
     assert with_visible_gpus(own, {}) == own == Facts.from_json(own.to_json())
 
 
