@@ -28,7 +28,7 @@ its estimate is pessimistic.
 of one layer.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -330,7 +330,7 @@ def events(program: AnalyzedProgram, model: TimeModel, computation: Computation)
     """
     simulator = Simulator(TimedOps(program, model), events=[])
     simulator.run(computation)
-    return simulator.events
+    return sorted(simulator.events, key=lambda event: event.end_seconds)
 
 
 class Simulator:
@@ -356,7 +356,10 @@ class Simulator:
         self.num_transfers: Counter[str] = Counter()  # by resource
         self.num_exposed: Counter[str] = Counter()  # by resource: transfers that kernels wait for
         self.events = events
-        self._queues = {name: _Queue() for name in QUEUES.values()}
+        self._queue_ends: defaultdict[str, float] = defaultdict(float)  # of the last transfers
+        self._ends: dict[Instruction, float] = {}  # of transfers, by start
+        # ends and compute shares of transfers in the queue of collectives, in their order
+        self._collectives: list[tuple[float, float]] = []
         # one run of a computation, links idle
         self._single_runs = {} if single_runs is None else single_runs
 
@@ -366,27 +369,52 @@ class Simulator:
                 self._run_kernel(op.kernel)
             if op.synchronization_seconds:
                 self.seconds["waiting", HOST] += op.synchronization_seconds
-                self._advance(op.synchronization_seconds)
+                self.now += op.synchronization_seconds
             if op.starts is not None:
-                link = op.starts.link
-                self.transfer_seconds[LINKS[link]] += op.starts.seconds
-                self.num_transfers[LINKS[link]] += 1
-                self._queues[QUEUES[link]].add(op.starts)
+                self._start(op.starts)
             if op.awaits is not None:
                 link = op.awaits.link
-                seconds = self._queues[QUEUES[link]].seconds_until_done(op.awaits.start)
+                seconds = max(0.0, self._ends.get(op.awaits.start, 0.0) - self.now)
                 self.seconds["waiting", LINKS[link]] += seconds
                 self.num_exposed[LINKS[link]] += seconds > _ROUNDING_SECONDS
-                self._advance(seconds)
+                self.now += seconds
             if op.loop is not None:
                 self._run_loop(op.loop)
             if op.branches:
                 self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
 
+    def _start(self, transfer: TimedTransfer) -> None:
+        """Transfers of a queue run one after the other."""
+        link = transfer.link
+        queue = QUEUES[link]
+        self.transfer_seconds[LINKS[link]] += transfer.seconds
+        self.num_transfers[LINKS[link]] += 1
+        begin = max(self.now, self._queue_ends[queue])
+        end = begin + transfer.seconds
+        self._queue_ends[queue] = self._ends[transfer.start] = end
+        self._record(link, transfer.start.opcode, begin, end)
+        if queue == QUEUES["NVLink"]:
+            in_flight = [x for x in self._collectives if x[0] > self.now]
+            self._collectives = [*in_flight, (end, transfer.compute_share)]
+
+    def _beside_collectives(self, seconds: float) -> float:
+        """Seconds of a kernel that takes `seconds` with all multiprocessors, while the collectives in
+        flight run.
+        """
+        total = 0.0
+        for end, compute_share in self._collectives:
+            remaining = max(0.0, end - self.now - total)
+            progress = remaining * compute_share
+            if progress >= seconds:
+                return total + seconds / compute_share
+            total += remaining
+            seconds -= progress
+        return total + seconds
+
     def _run_kernel(self, kernel: Kernel) -> None:
         seconds = kernel.seconds
         if kernel.resource == "compute":
-            seconds = self._queues[QUEUES["NVLink"]].seconds_of_kernel(kernel.seconds)
+            seconds = self._beside_collectives(kernel.seconds)
             if seconds > kernel.seconds + _ROUNDING_SECONDS:
                 self.seconds["waiting", NCCL_SMS] += seconds - kernel.seconds
         self._record(KERNELS, kernel.kind, self.now, self.now + seconds)
@@ -397,7 +425,7 @@ class Simulator:
             self.product_seconds[kernel.scope] += kernel.seconds
         elif kernel.kind in (PRODUCTS, OTHER_KERNELS):
             self.other_seconds[kernel.scope] += kernel.seconds
-        self._advance(seconds)
+        self.now += seconds
 
     def _run_loop(self, loop: Instruction) -> None:
         program = self.timed_ops.program
@@ -405,7 +433,8 @@ class Simulator:
         remaining = self.timed_ops.num_rounds(loop)
         is_recorded = self.events is not None and len(self.events) < _MAX_EVENTS
         while remaining >= 1 and (
-            is_recorded or any(queue.in_flight for queue in self._queues.values())
+            is_recorded
+            or max(self._queue_ends.values(), default=0.0) > self.now + _ROUNDING_SECONDS
         ):
             self.run(body)
             remaining -= 1
@@ -418,7 +447,7 @@ class Simulator:
                     start = end
                     end += remaining / _JOINED_RUNS * seconds
                     self._record(KERNELS, kind, start, end)
-            self._advance(remaining * single_run.now)
+            self.now += remaining * single_run.now
             self.flops += remaining * single_run.flops
             self.product_flops += remaining * single_run.product_flops
             for name in (
@@ -442,75 +471,14 @@ class Simulator:
             simulator.run(computation)
         return self._single_runs[computation.name]
 
-    def _advance(self, seconds: float) -> None:
-        for queue in self._queues.values():
-            for transfer, began, ended in queue.advance(seconds, self.now):
-                self._record(transfer.link, transfer.start.opcode, began, ended)
-        self.now += seconds
-
     def _record(self, lane: str, kind: str, start: float, end: float) -> None:
         if self.events is not None:
             self.events.append(Event(lane, kind, start, end))
 
 
-class _Queue:
-    """Transfers in flight, of which the first runs and the others wait."""
-
-    def __init__(self):
-        self.in_flight: dict[Instruction, _InFlight] = {}  # by start, in the order of the starts
-
-    def add(self, transfer: TimedTransfer) -> None:
-        self.in_flight[transfer.start] = _InFlight(transfer, transfer.seconds, None)
-
-    def seconds_until_done(self, start: Instruction) -> float:
-        """Seconds until `start` is done: its own seconds and those of earlier transfers; 0 if it is
-        not in flight.
-        """
-        seconds = 0.0
-        for earlier, transfer in self.in_flight.items():
-            seconds += transfer.remaining_seconds
-            if earlier is start:
-                return seconds
-        return 0.0
-
-    def seconds_of_kernel(self, seconds: float) -> float:
-        """Seconds of a kernel that takes `seconds` with all multiprocessors, while the transfers in
-        flight run.
-        """
-        total = 0.0
-        for transfer in self.in_flight.values():
-            progress = transfer.remaining_seconds * transfer.transfer.compute_share
-            if progress >= seconds:
-                return total + seconds / transfer.transfer.compute_share
-            total += transfer.remaining_seconds
-            seconds -= progress
-        return total + seconds
-
-    def advance(self, seconds: float, now: float) -> list[tuple[TimedTransfer, float, float]]:
-        """Lets `seconds` pass. Returns the transfers that ended: (transfer, begin time, end time)."""
-        ended = []
-        for start, (transfer, remaining, began) in list(self.in_flight.items()):
-            began = now if began is None else began
-            passed = min(remaining, seconds)
-            seconds -= passed
-            now += passed
-            if remaining - passed > _ROUNDING_SECONDS:
-                self.in_flight[start] = _InFlight(transfer, remaining - passed, began)
-                break
-            del self.in_flight[start]
-            ended.append((transfer, began, now))
-        return ended
-
-
-class _InFlight(NamedTuple):
-    transfer: TimedTransfer
-    remaining_seconds: float
-    began_seconds: float | None  # None: it waits
-
-
 _MAX_EVENTS = 100_000  # recorded run by run
 _JOINED_RUNS = 10  # runs of a loop, if it is not recorded run by run
-_ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended
+_ROUNDING_SECONDS = 1e-12  # above the rounding error of a time, which counts from the first kernel
 
 
 _MAX_LAYER_EVENTS = 1000  # per pass; in longer timelines, short kernels are joined
