@@ -11,12 +11,12 @@ the answer is always a compiled step.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.config import Config, ModelConfig
+from jaxlc.config import Config
 from jaxlc.config.flops import (
     FROZEN_BYTES,
     causal_pairs,
@@ -26,6 +26,7 @@ from jaxlc.config.flops import (
 )
 from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
+from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
 from jaxlc.hlo.collectives import Groups
@@ -133,20 +134,8 @@ class Layout:
         self.backward_products = (
             entries.input_gradients + entries.weight_gradients
         ) / entries.forward
-        # Means over the layers.
-        self.projected = {
-            name: _mean_over_mixers(
-                model, lambda shape, name=name: _projection_dims(shape, config)[name]
-            )
-            for name in ("queries", "keys_values", "expanded", "sent")
-        }
-        self.query_dim = _mean_over_mixers(
-            model, lambda shape: shape.attention.num_heads * shape.attention.head_dim / mesh.tensor
-        )
-        self.key_dim = _mean_over_mixers(
-            model, lambda x: max(x.attention.num_kv_heads / mesh.tensor, 1) * x.attention.head_dim
-        )
-        self.ffn_dim = _mean_over_layers(model, active_ffn_dim) / mesh.tensor
+        dims = sum_over_layers(model, lambda layer: np.array(_dims_of(layer, config)))
+        self.dims = _Dims(*dims / model.num_layers)  # means over the layers
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
         self.collectives = self._collectives()
         self.attention_seconds = functools.cache(self._attention_seconds)  # by memory.tile_tokens
@@ -294,12 +283,8 @@ class Layout:
         backward.
         """
         model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
-        widths = (
-            self.projected["queries"],
-            *[self.projected["expanded"] / 2] * 2,
-            self.query_dim,
-            *[self.ffn_dim] * 3,
-        )
+        dims = self.dims
+        widths = (dims.queries, *[dims.expanded / 2] * 2, dims.query, *[dims.ffn] * 3)
         forward = {
             name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
             for name, width in zip(_PRODUCTS, widths, strict=True)
@@ -334,7 +319,7 @@ class Layout:
                 without_window * self.config.data.seq_len / (2 * _TILES_PER_STEP * tile_tokens)
             )
         # output; gradients of q, k, v
-        features = (1 + reruns) * self.query_dim + self.query_dim + self.projected["sent"]
+        features = (2 + reruns) * self.dims.query + self.dims.sent
         return self.roofline.memory_seconds(
             self.gpus.device, num_merges * 3 * 4 * features * self.tokens
         )
@@ -343,13 +328,11 @@ class Layout:
         config, model, mesh = self.config, self.config.model, self.config.mesh
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
+        dims = self.dims
         layer_params = model.model_dim * (
-            self.projected["queries"]
-            + self.projected["keys_values"]
-            + self.query_dim
-            + 3 * self.ffn_dim
+            dims.queries + dims.keys_values + dims.query + 3 * dims.ffn
         )
-        keys = 2 * self.tokens * self.projected["sent"]
+        keys = 2 * self.tokens * dims.sent
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
             size = math.prod(sizes[axis] for axis in axes)
@@ -360,8 +343,7 @@ class Layout:
                 else 0.0
             )
 
-        head_dim = _mean_over_mixers(model, lambda shape: shape.attention.head_dim)
-        exchanged = 2 * self.query_dim + 2 * max(self.key_dim, head_dim * ranks)
+        exchanged = 2 * dims.query + 2 * max(dims.key, dims.head * ranks)
         exchange = seconds("all-to-all", (3,), 2 * self.tokens * exchanged)
         if config.attention.strategy == "all_gather":
             exchange = seconds("all-gather", (2,), keys * mesh.context)
@@ -377,40 +359,47 @@ class Layout:
         )
 
 
-def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
-    """The mean of `value` of the sizes of all layers."""
-    return sum_over_layers(model, value) / model.num_layers
-
-
-def _mean_over_mixers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
-    """As `_mean_over_layers`, with 0 for layers without a mixer."""
-    return _mean_over_layers(model, lambda shape: value(shape) * bool(mixer_matrices(shape)))
-
-
-def _projection_dims(shape: ModelConfig, config: Config) -> dict[str, float]:
-    """The columns of products of model_dim rows that have as many FLOPs as the projections of a
-    layer: queries; keys_values; expanded, the latter with all expansions of latents in a ring.
-    sent: entries that a ring or an all-gather sends for a token.
+class _Dims(NamedTuple):
+    """Columns of the products of a layer on a rank of tensor, with as many FLOPs as its projections,
+    and entries of a token.
     """
-    tensor, matrices = config.mesh.tensor, mixer_matrices(shape)
-    latent = (mixer for mixer in mixers_of(shape).values() if "key_value" in mixer.projections)
-    kv_dim = 2 * max(shape.attention.num_kv_heads / tensor, 1) * shape.attention.head_dim
+
+    queries: float
+    keys_values: float
+    expanded: float  # keys_values with all expansions of latents in a ring
+    sent: float  # by a ring or an all-gather
+    query: float  # of all heads, as are keys
+    key: float
+    head: float
+    ffn: float
+
+
+def _dims_of(layer: LayerConfig, config: Config) -> _Dims:
+    tensor, matrices, sizes = config.mesh.tensor, mixer_matrices(layer), layer.attention
+    ffn = active_ffn_dim(layer) / tensor
+    if not matrices:
+        return _Dims(*[0.0] * 7, ffn)
+    query = sizes.num_heads * sizes.head_dim / tensor
+    key = max(sizes.num_kv_heads / tensor, 1) * sizes.head_dim
+    others = query, key, sizes.head_dim, ffn
+    latent = (mixer for mixer in mixers_of(layer).values() if "key_value" in mixer.projections)
     mixer = next(latent, None)
     if mixer is None:
-        queries = shape.attention.num_heads * shape.attention.query_dim / tensor
-        return dict(queries=queries, keys_values=kv_dim, expanded=kv_dim, sent=kv_dim)
+        return _Dims(sizes.num_heads * sizes.query_dim / tensor, *[2 * key] * 3, *others)
     dims = {
-        name: matrices[path].size / shape.model_dim / tensor
+        name: matrices[path].size / layer.model_dim / tensor
         for name, path in mixer.projections.items()
         if path in matrices
     }
-    saved = mixer.saved_bytes(shape, config, 1)
+    saved = mixer.saved_bytes(layer, config, 1)
     sends_latents, latent_dim = "key" not in saved, tensor * dims["latent"]
-    return dict(
-        queries=sum(dim for name, dim in dims.items() if name.startswith("query")),
-        keys_values=latent_dim + dims["key_value"],
-        expanded=latent_dim + dims["key_value"] * (num_ring_steps(config) if sends_latents else 1),
-        sent=saved["latent"] / tensor if sends_latents else kv_dim,
+    num_expansions = num_ring_steps(config) if sends_latents else 1
+    return _Dims(
+        sum(dim for name, dim in dims.items() if name.startswith("query")),
+        latent_dim + dims["key_value"],
+        latent_dim + num_expansions * dims["key_value"],
+        saved["latent"] / tensor if sends_latents else 2 * key,
+        *others,
     )
 
 

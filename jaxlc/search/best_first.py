@@ -12,6 +12,7 @@ fit.
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,14 +48,24 @@ class Candidate(Point):
     estimate: Estimate
 
     @cached_property
-    def _mesh(self) -> Hashable:
-        return str(self.gpus), self.config.data.seq_len, *vars(self.config.mesh).values()
+    def columns_of_entry(self) -> Row:
+        """Those that do not depend on figures."""
+        config = self.config
+        return dict(
+            topology=str(self.gpus),
+            seq_len=config.data.seq_len,
+            **vars(config.mesh),
+            **vars(config.memory),
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+            departures=len(space.departures(config)),
+        )
 
     @cached_property
     def similar(self) -> tuple[Hashable, ...]:
         """What was compiled with the first of these corrects the estimate of the memory."""
         attention = self.config.attention
-        return (self._mesh, attention.strategy, attention.ulysses_degree), self._mesh, ()
+        mesh = ranking.mesh_of(self.columns_of_entry)
+        return (mesh, attention.strategy, attention.ulysses_degree), mesh, ()
 
     @cached_property
     def similar_in_time(self) -> tuple[Hashable, ...]:
@@ -62,30 +73,22 @@ class Candidate(Point):
         is_tiled = self.config.memory.tile_tokens > 0
         return tuple((is_tiled, key) for key in self.similar)
 
-    @cached_property
-    def _num_departures(self) -> int:
-        return len(space.departures(self.config))
-
     def entry(self, time_ratio: float, working_ratio: float) -> Entry:
         """Its place among compiled candidates, by the corrected estimate."""
-        config, estimate, memory = self.config, self.estimate, self.config.memory
+        config, estimate = self.config, self.estimate
         usable_bytes, usable_host_bytes = usable_memory(self.gpus)
         device_bytes = estimate.exact_bytes + working_ratio * estimate.working_bytes
-        return Entry(
-            mesh=self._mesh,
-            microbatches=config.train.gradient_accumulation_steps,
-            seconds=time_ratio
-            * estimate.step_seconds
-            * self.gpus.num_gpus
-            / config.tokens_per_step,
-            memory_left_bytes=usable_bytes - device_bytes,
-            num_departures=self._num_departures,
+        seconds = time_ratio * estimate.step_seconds * self.gpus.num_gpus
+        figures = dict(
+            fits=True,
+            tokens_per_second_per_device=config.tokens_per_step / seconds,
+            device_usable_bytes=usable_bytes,
+            device_peak_bytes=device_bytes,
             # It exceeds JAX's memory pool, or the pools of pinned host memory exceed the node.
-            has_warnings=device_bytes
-            > config.runtime.memory_fraction * self.gpus.device.memory_bytes
+            warnings=device_bytes > config.runtime.memory_fraction * self.gpus.device.memory_bytes
             or estimate.host_pools_bytes > usable_host_bytes,
-            host_kinds=ranking.host_kinds(memory.offload, memory.optimizer, memory.parameters),
         )
+        return ranking.entry_of(self.columns_of_entry | figures)
 
 
 _AIMS: Mapping[str, Callable[[Candidate], int]] = {  # less is better, whatever the time
@@ -101,23 +104,6 @@ def eligible(goal: str, fitting: Mapping[Candidate, Entry]) -> dict[Candidate, E
     return {candidate: entry for candidate, entry in fitting.items() if aim(candidate) == least}
 
 
-class _Ratios:
-    """Compiled over estimated figures, by what compiled candidates have in common with others."""
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, list[float]] = {}
-
-    def add(self, keys: Sequence[Hashable], ratio: float) -> None:
-        for key in keys:
-            self._values.setdefault(key, []).append(ratio)
-
-    def median(self, keys: Sequence[Hashable], default: float) -> float:
-        """That of the first of `keys` that was added."""
-        return statistics.median(
-            next((self._values[key] for key in keys if key in self._values), [default])
-        )
-
-
 class Search:
     """State and result of a search."""
 
@@ -126,7 +112,8 @@ class Search:
         self.rows: dict[Candidate, Row] = {}  # compiled candidates
         # candidates that could change the choice and were not compiled, because the time was over
         self.num_left = 0
-        self._time_ratios, self._working_ratios = _Ratios(), _Ratios()
+        # compiled over estimated figures, by what compiled candidates have in common with others
+        self._ratios: defaultdict[Hashable, list[float]] = defaultdict(list)
 
     def run(self, compile_candidates: Compile, is_over: IsOver, batch_size: int = 1) -> None:
         """Compiles candidates until the choice is known, or `is_over` for the rows so far."""
@@ -142,15 +129,16 @@ class Search:
     @property
     def best(self) -> list[tuple[Candidate, Row]]:
         """Compiled candidates that fit, the best of each mesh; at most `NUM_MESHES`."""
-        entries = {
+        entries = eligible(self.goal, self._compiled())
+        return [(candidate, self.rows[candidate]) for candidate in _first_of_meshes(entries)]
+
+    def _compiled(self) -> dict[Candidate, Entry]:
+        """The compiled candidates that fit."""
+        return {
             x: ranking.entry_of(row)
             for x, row in self.rows.items()
             if row["status"] == "done" and row["fits"]
         }
-        return [
-            (candidate, self.rows[candidate])
-            for candidate in _first_of_meshes(eligible(self.goal, entries))
-        ]
 
     @property
     def smallest(self) -> Row | None:
@@ -160,7 +148,13 @@ class Search:
 
     def working_ratio(self) -> float:
         """Compiled over estimated `Estimate.working_bytes`; 1 before anything was compiled."""
-        return self._working_ratios.median(((),), 1.0)
+        return self._ratio([()], 1.0)
+
+    def _ratio(self, keys: Sequence[Hashable], default: float) -> float:
+        """The median of what was added for the first of `keys` that has something."""
+        return statistics.median(
+            next((self._ratios[key] for key in keys if key in self._ratios), [default])
+        )
 
     def add(self, candidate: Candidate, row: Row) -> None:
         """Adds what was compiled."""
@@ -168,22 +162,19 @@ class Search:
         if row["status"] == "done":
             estimate = candidate.estimate
             working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
-            self._working_ratios.add(candidate.similar, working)
-            self._time_ratios.add(
-                candidate.similar_in_time, row["step_seconds"] / estimate.step_seconds
-            )
+            for key in candidate.similar:
+                self._ratios[key].append(working)
+            for key in candidate.similar_in_time:
+                self._ratios[key].append(row["step_seconds"] / estimate.step_seconds)
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
-        fitting = dict[Candidate, Entry]()  # compiled, or by their corrected estimates
-        for candidate in self.candidates:
-            row = self.rows.get(candidate)
-            working_ratio = self._working_ratios.median(candidate.similar, _FIRST_WORKING)
-            time_ratio = self._time_ratios.median(candidate.similar_in_time, 1.0)
-            if row is None and candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
+        fitting = self._compiled()
+        for candidate in (x for x in self.candidates if x not in self.rows):
+            working_ratio = self._ratio(candidate.similar, _FIRST_WORKING)
+            if candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
+                time_ratio = self._ratio(candidate.similar_in_time, 1.0)
                 fitting[candidate] = candidate.entry(time_ratio, working_ratio)
-            elif row is not None and row["status"] == "done" and row["fits"]:
-                fitting[candidate] = ranking.entry_of(row)
         entries = eligible(self.goal, fitting)
         decisive = ranking.decisive(entries) if entries else []
         return [
@@ -258,7 +249,4 @@ def with_advice(
 
 
 def _row(candidate: Candidate, plan: Plan) -> Row:
-    config = candidate.config
-    columns = dict(topology=str(candidate.gpus), seq_len=config.data.seq_len, **vars(config.mesh))
-    steps = config.train.gradient_accumulation_steps
-    return row_of(plan, config) | columns | dict(status="done", gradient_accumulation_steps=steps)
+    return row_of(plan, candidate.config) | candidate.columns_of_entry | dict(status="done")
