@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config.kinds.contract import Absent
 from jaxlc.config.models.model_schema import LayerConfig, Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
@@ -71,10 +70,9 @@ class DecoderLayer(nnx.Module):
         mixers = {layer.mixers[0]: mixer(layer, init) for mixer, layer in mixers_alone(model)}
         self.attention = nnx.Dict(mixers) if len(mixers) > 1 else next(iter(mixers.values()), None)
         self.mixer_names = model.mixers
-        has_mlp = model.feed_forward != Absent.name
-        feed_forward = FEED_FORWARDS[model.feed_forward]
+        feed_forward = FEED_FORWARDS.get(model.feed_forward)
         # pyrefly: ignore[missing-argument]
-        self.mlp = feed_forward(model, init) if has_mlp else None
+        self.mlp = feed_forward(model, init) if feed_forward else None
         self.attention_norm = norm(self.attention, "pre", "pre_and_post")
         self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")

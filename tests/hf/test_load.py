@@ -1447,13 +1447,25 @@ def test_config_json_of_glm_has_first_dense_layers(num_dense):
     )
     kinds = (KindConfig(name="dense", feed_forward="dense"),)
     model = model_from(PRESETS["tiny"].by_path | settings | dict(kinds=kinds))
-    assert FAMILIES["glm4_moe"].fits(model)
+    assert family_of(None, model).model_type == "glm4_moe"
     assert (
         config_json_of(model, None, seq_len=16, dtype="float32")["first_k_dense_replace"]
         == num_dense
     )
     alternating = dataclasses.replace(model, first_layer_kinds=(), layer_kinds=("dense", "full"))
-    assert not FAMILIES["glm4_moe"].fits(alternating)
+    assert family_of(None, alternating).model_type == MODEL_TYPE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_json_of_random_weights_describes_the_model(name):
+    model = model_of(settings_of(CASES[name].config, "config.json"))
+    fields = config_json_of(model, None, seq_len=2**20, dtype="float32")
+    read = model_of(settings_of(fields, "config.json"))
+    assert read.kinds_of_layers == model.kinds_of_layers and read.attentions == model.attentions
+    assert (read.attention, read.experts) == (
+        dataclasses.replace(model.attention, query_scale_dim=read.attention.query_scale_dim),
+        model.experts,
+    )
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])

@@ -134,7 +134,7 @@ def unsupported_problems(config: Config) -> Iterator[str]:
         if first is not None and isinstance(block, HasLimits):
             yield from block.unsupported(first, config)
     bytes_by_name = [
-        FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers
+        block.saved_bytes(layer, config, 2) for layer in layers for block in blocks_of(layer)
     ]
     known = {name for kind in FEED_FORWARDS.values() for name in kind.saved}
     lacking = known.difference(*bytes_by_name)
@@ -184,12 +184,16 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
         )
     yield from range_problems(path, kind)
     names = mixers_by_layer_kind()
-    for setting, known in (("attention", names), ("feed_forward", FEED_FORWARDS)):
+    feed_forwards = (*FEED_FORWARDS, "none")
+    for setting, known in (("attention", names), ("feed_forward", feed_forwards)):
         value = getattr(kind, setting)
         if value and value not in known:
             yield invalid_value(f"{path}.{setting}", value, f"one of {', '.join(known)}", known)
             return
     own = blocks_of(model.of_kind(kind.name))
+    if not own:
+        yield f"config.{path} has attention='none' and feed_forward='none', so its layers compute nothing; set one"
+        return
     sizes = {name.removeprefix("attention.") for block in own for name in block.sizes}
     for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
         if getattr(kind, name) and name not in sizes:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 
 from jaxlc.config.kinds.attention import AttentionKind
 from jaxlc.config.kinds.contract import (
-    Absent,
     Block,
     FeedForward,
     HasRope,
@@ -52,7 +51,6 @@ for _kind in (
     ExpertsKind(),
 ):
     register(_kind)
-FEED_FORWARDS[Absent.name] = Absent()
 
 
 def blocks() -> tuple[Block, ...]:
@@ -94,8 +92,8 @@ def mixers_of(layer: Layer) -> dict[str, Mixer]:
 
 
 def blocks_of(layer: Layer) -> tuple[Block, ...]:
-    """The mixers and the feed-forward block of a layer, which may be `Absent`."""
-    return *mixers_of(layer).values(), FEED_FORWARDS[layer.feed_forward]
+    """The mixers and the feed-forward block of a layer, if it has one."""
+    return tuple(branches_of(layer).values())
 
 
 def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
@@ -115,8 +113,8 @@ def mixing_flops(layer: Layer) -> MixingFlops:
 
 def branches_of(layer: Layer) -> dict[str, Block]:
     """The blocks that a layer has, by their paths in the parameter tree."""
-    blocks = {**mixers_of(layer), _FEED_FORWARD: FEED_FORWARDS[layer.feed_forward]}
-    return {path: block for path, block in blocks.items() if not isinstance(block, Absent)}
+    blocks = {**mixers_of(layer), _FEED_FORWARD: FEED_FORWARDS.get(layer.feed_forward)}
+    return {path: block for path, block in blocks.items() if block is not None}
 
 
 def norms_of(layer: Layer) -> set[str]:
@@ -159,4 +157,5 @@ def projection_paths() -> dict[str, tuple[str, ...]]:
 
 def active_ffn_dim(layer: Layer) -> int:
     """The width of the feed-forward block of a token."""
-    return FEED_FORWARDS[layer.feed_forward].active_ffn_dim(layer)
+    block = FEED_FORWARDS.get(layer.feed_forward)
+    return block.active_ffn_dim(layer) if block else 0

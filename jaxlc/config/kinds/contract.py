@@ -233,39 +233,6 @@ class FeedForward(Block):
         """The width of the block of a token."""
 
 
-class Absent(FeedForward):
-    """The description of a block that layers do not have: they have no norms of it either."""
-
-    name = "none"
-    layers = "layers without a feed-forward block"
-    tensors = saved = sizes = ()
-    projections: Mapping[str, str] = {}
-
-    def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        return {}
-
-    def num_vector_entries(self, layer: Layer) -> int:
-        return 0
-
-    def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        return {}
-
-    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        if not layer.mixers:
-            yield (
-                f"config.{path} has attention='none' and feed_forward='none', so its layers compute nothing; set one"
-            )
-
-    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        yield from ()
-
-    def is_chosen(self, layer: Layer) -> bool:
-        return False
-
-    def active_ffn_dim(self, layer: Layer) -> int:
-        return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecurrentWidths:
     """The sizes of a recurrence."""

@@ -10,6 +10,7 @@ evaluation read such a directory as any other; transformers does not.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -50,21 +51,13 @@ _WORDS: dict[Any, str] = {
     list[int]: "a list of integers",
     list[float]: "a list of numbers",
 }
-_JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
+# of the fields that do not give a setting of the same type
+_OTHER_TYPES: dict[Any, tuple[str, ...]] = {
     Count: (
-        "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim",
-        "num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "num_heads",
-        "full_attention_interval", "linear_head_dim", "linear_num_heads",
-        "short_conv_kernel_size", "num_expert_group", "num_experts_per_token",
-        "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim",
-        "linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step",
-        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-        "shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group",
-        "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand",
-        "shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim",
-        "n_groups", "mamba_d_ssm", "moe_latent_size",
-        "ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size",
-        "r", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        "query_pre_attn_scalar", "num_heads", "full_attention_interval", "short_conv_kernel_size",
+        "num_expert_group", "decoder_sparse_step", "mamba_expand", "shared_intermediate_size",
+        "rotary_dim", "mamba_d_ssm", "moe_latent_size", "moe_shared_expert_intermediate_size",
+        "r", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     ),
     Positive: (
         "rope_theta", "rope_local_base_freq", "attention_multiplier",
@@ -77,17 +70,15 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         "n_shared_experts", "num_shared_experts", "first_k_dense_replace",
     ),
     float: (
-        "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps",
+        "max_position_embeddings", "original_max_position_embeddings",
         "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
         "beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim",
-        "routed_scaling_factor", "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon",
+        "swiglu_alpha", "swiglu_limit",
     ),
     bool: (
-        "tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm",
-        "norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias",
-        "use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias",
-        "moe_renormalize", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate",
-        "use_rslora",
+        "truncate", "attn_output_gate", "use_qk_norm", "output_router_logits",
+        "use_sliding_window", "mamba_proj_bias", "mla_use_nope", "mamba_rms_norm",
+        "mamba_norm_before_gate", "use_rslora",
     ),
     str: (
         "model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern",
@@ -110,7 +101,6 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         "short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers",
     ),
 }  # fmt: skip
-_TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
 
 
 def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[str, Any]:
@@ -223,6 +213,10 @@ ROPE_SETTINGS = tuple(f"rope.{name}" for name in vars(RopeConfig()))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
 # not the shape of a parameter.
 CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "attention.window")
+# Settings that a family may give in another form, or that layers without dense blocks do not have.
+_NOT_COMPARED = (
+    "preset", "init_from", "layer_kinds", "first_layer_kinds", "kinds", "attention.query_scale_dim", "ffn_dim",
+)  # fmt: skip
 
 _FIELDS = {  # config.json -> ModelConfig
     "vocab_size": "vocab_size",
@@ -235,6 +229,12 @@ _FIELDS = {  # config.json -> ModelConfig
     "tie_word_embeddings": "tie_embeddings",
     "rms_norm_eps": "norm_epsilon",
 }
+_TYPES = {
+    name: Count if _HINTS[setting] is int else _HINTS[setting]
+    for family in FAMILIES.values()
+    for name, setting in {**_FIELDS, **family.fields}.items()
+}
+_TYPES |= {name: hint for hint, names in _OTHER_TYPES.items() for name in names}
 _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields that are null
     **dict.fromkeys(
         ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
@@ -244,8 +244,15 @@ _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields
     "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_net.key_heads"]),
     "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
 }
-# transformers has them in all families
-_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6, mlp_bias=False)
+# transformers has them in most families
+_DEFAULTS: dict[str, Any] = dict(
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
+    mlp_bias=False,
+    attention_bias=False,
+    num_key_value_heads=None,
+    head_dim=None,
+)
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
     is_decoder=(False, True),  # both are causal
@@ -341,7 +348,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(
             f"{where} has layers of type sliding_attention and no sliding_window; download it again"
         )
-    rope = rope_settings(config, where, family, kinds)
+    rope = rope_settings(config, where, family, mixed)
     settings |= {"first_layer_kinds": first, "layer_kinds": group, "attention.window": window}
     settings |= rope
     own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
@@ -374,9 +381,9 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     the same layers. If there is none, the names of `own_format`."""
     if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
-    fitting = next((x for x in FAMILIES.values() if config is None and x.fits(model)), None)
-    if fitting is not None:
-        return fitting
+    fitting = (x for x in FAMILIES.values() if config is None and _describes(x, model))
+    if (family := next(fitting, None)) is not None:
+        return family
     tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
     tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
     return Family(
@@ -387,6 +394,46 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
         if model.experts.num_experts
         else {},
     )
+
+
+def _describes(family: Family, model: ModelConfig) -> bool:
+    """Whether the config.json of `family` for `model` describes this model when it is read again,
+    besides its RoPE, which may have another form.
+    """
+    if {*model.used_kinds} not in map(set, family.layer_kinds):
+        return False
+    try:
+        settings = settings_of(_first_fields(model, family), "config.json")
+    except (UserError, ZeroDivisionError):  # or without experts, where the family has their width
+        return False
+    read = model_from({"preset": "", **settings})
+    has_layers = read.kinds_of_layers == model.kinds_of_layers and {*read.kinds} == {*model.kinds}
+    has_scale = (
+        model.attention.query_scale_dim in (0, model.attention.head_dim)
+        or "attention.query_scale_dim" in family.fields.values()
+    )
+    different = {
+        name
+        for name, value in model.by_path.items()
+        if value != read.by_path[name]
+        and not (isinstance(value, float) and math.isclose(value, read.by_path[name]))
+    }
+    return has_layers and has_scale and different <= {*_NOT_COMPARED, *ROPE_SETTINGS}
+
+
+def _first_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The config.json of a model that has none, without its longest sequence and dtype."""
+    first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
+    # Of the tokenizer; the defaults of transformers are those of a published model.
+    first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    first[family.activation_field] = _ACTIVATIONS[model.activation]
+    fixed = {
+        name: values[0]
+        for name, values in family.required_values.items()
+        if name != "rope_interleaved"
+    }
+    fields = _fields_of(model, family)
+    return first | fixed | fields | family.write_kinds(model) | rope_fields(model, family)
 
 
 def config_json_of(
@@ -404,7 +451,6 @@ def config_json_of(
       Unsupported: transformers does not compute the RoPE of `model` in this family.
     """
     family = family_of(base, model)
-    fields = _fields_of(model, family)
     longest = max_position_embeddings(model, seq_len, (base or {}).get(family.length_field) or 0)
     dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or [
         "torch_dtype"
@@ -417,29 +463,12 @@ def config_json_of(
         tokens: Mapping[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return {**(base or tokens), **own_fields(model), **changed}
     if base is None:
-        first: dict[str, Any] = dict(
-            architectures=[family.architecture], model_type=family.model_type
-        )
-        # Of the tokenizer; the defaults of transformers are those of a published model.
-        first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        first[family.activation_field] = _ACTIVATIONS[model.activation]
-        fixed = {
-            name: values[0]
-            for name, values in family.required_values.items()
-            if name != "rope_interleaved"
-        }
-        return (
-            first
-            | fixed
-            | fields
-            | family.write_kinds(model)
-            | rope_fields(model, family)
-            | changed
-        )
+        return _first_fields(model, family) | changed
     # not quantized, and without the code of the repository
     base = {name: value for name, value in base.items() if name not in (*_QUANTIZATION, "auto_map")}
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
+    fields = _fields_of(model, family)
     for name, value in _fields_of(model_from(model.by_path | before), family).items():
         if name == "vocab_size" and value < fields[name]:
             changed[name] = fields[name]
@@ -546,7 +575,7 @@ def _layer_kinds(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The settings model.first_layer_kinds and model.layer_kinds."""
     kinds = family.read_kinds(config)
-    supported = frozenset().union(*family.layer_kinds)
+    supported = set[str]().union(*family.layer_kinds)
     unsupported = [kind for kind in kinds if kind not in supported]
     if unsupported:
         layer_type = LAYER_TYPES.get(

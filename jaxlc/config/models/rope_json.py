@@ -31,7 +31,7 @@ _DEFAULT_THETA = 10000.0
 _LOCAL_THETA = "rope_local_base_freq"
 _SCALING = "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
-ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
+ROPE_FIELDS = (_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL)
 _TYPES = {  # rope_type -> model.rope.scaling
     "default": "none",
     "linear": "linear",
@@ -99,9 +99,9 @@ def rope_settings(
         raise UserError(
             f"{where} has {differ}, which differ in model.{wrong}; remove the wrong ones"
         )
-    unused = family.varying
+    unused = {*family.varying}
     if "sliding" not in kinds:
-        unused |= {"rope.sliding_theta"}
+        unused.add("rope.sliding_theta")
     elif family.rope_by_layer_type and not settings["rope.truncate"]:
         raise Unsupported(
             f"unsupported: {where} has truncate=false, which transformers ignores in this model_type"

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.kinds.contract import Absent
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core.errors import Unsupported
 from jaxlc.models.block import Block
@@ -49,7 +48,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba2": Mamba2,
     "kimi_delta": KimiDeltaAttention,
 }
-FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts, Absent.name: Block}
+FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts}
 
 
 def register(name: str, mixer: type[Mixer]) -> None:
@@ -102,7 +101,10 @@ def kinds_with(interface: type, model: ModelConfig) -> list[str]:
     """The kinds of layers whose mixer or feed-forward block has an interface of `contract`."""
     layers = {kind: model.of_kind(kind) for kind in model.used_kinds}
     parts = {
-        kind: (*(MIXERS[name] for name in layer.mixers), FEED_FORWARDS[layer.feed_forward])
+        kind: (
+            *(MIXERS[name] for name in layer.mixers),
+            FEED_FORWARDS.get(layer.feed_forward, Block),
+        )
         for kind, layer in layers.items()
     }
     return [

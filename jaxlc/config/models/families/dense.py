@@ -50,12 +50,9 @@ _DEFAULT_WINDOW = 4096
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size /
-    # num_attention_heads.
     fields={"attention_bias": "attention.qkv_bias", "mlp_bias": "mlp_bias"},
-    defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
     required_values=dict(rope_interleaved=(False,)),  # in configs of SmolLM2
-    irrelevant=frozenset({"is_llama_config"}),
+    irrelevant=("is_llama_config",),
 )
 
 
@@ -90,14 +87,12 @@ def _write_masks(model: ModelConfig) -> dict[str, Any]:
 EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    layer_kinds=(frozenset({"full"}), frozenset({"sliding", "nope"}), frozenset({"sliding"})),
+    layer_kinds=(("full",), ("sliding", "nope"), ("sliding",)),
     read_kinds=_exaone4_read_kinds,
     write_kinds=_write_masks,
     settings={"attention.qk_norm": "head", "norm_placement": "post"},
-    defaults=dict(
-        num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW, rms_norm_eps=1e-5
-    ),
-    irrelevant=frozenset({"sliding_window_pattern"}),
+    defaults=dict(num_key_value_heads=32, sliding_window=_DEFAULT_WINDOW, rms_norm_eps=1e-5),
+    irrelevant=("sliding_window_pattern",),
 )
 
 
@@ -118,7 +113,7 @@ _VISION = tuple(
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
+    layer_kinds=(("sliding", "full"), ("full",)),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
     settings={
@@ -149,8 +144,11 @@ GEMMA3_TEXT = Family(
     multimodal_type="gemma3",
     multimodal_prefixes=_LANGUAGE_MODEL,
     other_prefixes=_VISION,
-    irrelevant=frozenset(
-        {"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}
+    irrelevant=(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "cache_implementation",
+        "hidden_act",
     ),
 )
 
@@ -180,12 +178,7 @@ GRANITE = Family(
     },
     read_settings=_read_multiplier,
     write_settings=_write_multiplier,
-    defaults=dict(
-        num_key_value_heads=None,
-        head_dim=None,
-        attention_bias=False,
-        **dict.fromkeys(("attention_multiplier", *_MULTIPLIERS), 1.0),
-    ),
+    defaults=dict.fromkeys(("attention_multiplier", *_MULTIPLIERS), 1.0),
     required_values=dict(attention_dropout=(0, 0.1)),
 )
 
@@ -205,10 +198,10 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    layer_kinds=(frozenset({"full"}), frozenset({"sliding"})),
+    layer_kinds=(("full",), ("sliding",)),
     read_kinds=_mistral_read_kinds,
     write_kinds=_write_kinds,
-    defaults=dict(num_key_value_heads=8, head_dim=None, sliding_window=_DEFAULT_WINDOW),
+    defaults=dict(num_key_value_heads=8, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(attention_bias=(False,), layer_types=(None,)),
     multimodal_type="mistral3",
     multimodal_prefixes=_LANGUAGE_MODEL,
@@ -238,22 +231,20 @@ MINISTRAL3 = dataclasses.replace(
             llama_4_scaling_beta=0.1,
         ),
     ),
-    irrelevant=frozenset({"max_position_embeddings"}),  # in rope_parameters
+    irrelevant=("max_position_embeddings",),  # in rope_parameters
 )
 
 
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
+    layer_kinds=(("sliding", "full"), ("full",)),
     read_kinds=functools.partial(
         read_layer_types, default=("sliding", "sliding", "sliding", "full")
     ),
     write_kinds=write_layer_types,
     settings={"attention.qk_norm": "projection", "norm_placement": "post"},
     defaults=dict(
-        num_key_value_heads=None,
-        head_dim=None,
         sliding_window=4096,
         rope_theta=5e5,
         rms_norm_eps=1e-5,
@@ -267,7 +258,7 @@ OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     settings=OLMO3.settings,
-    defaults=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-5),
+    defaults=dict(rms_norm_eps=1e-5),
     required_values=OLMO3.required_values,
 )
 
@@ -282,8 +273,6 @@ PHI3 = Family(
     read_kinds=functools.partial(_mistral_read_kinds, default=None),
     write_kinds=_write_kinds,
     defaults=dict(
-        num_key_value_heads=None,
-        head_dim=None,
         rms_norm_eps=1e-5,
         partial_rotary_factor=1.0,
         original_max_position_embeddings=4096,
@@ -301,11 +290,11 @@ PHI3 = Family(
         full_attn_mod=(1,),
         interpolate_factor=(1,),
     ),
-    irrelevant=frozenset({"auto_map"}),
+    irrelevant=("auto_map",),
 )
 
 
-_WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
+_WINDOW_FIELDS = ("use_sliding_window", "max_window_layers")
 _WINDOWS = kind_sets("full", "sliding")
 
 
@@ -341,7 +330,7 @@ QWEN2 = Family(
     read_kinds=_read_windows,
     write_kinds=_write_windows,
     settings={"attention.qkv_bias": True},
-    defaults=dict(num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW),
+    defaults=dict(num_key_value_heads=32, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(use_mrope=(False,)),
     irrelevant=_WINDOW_FIELDS,
 )
@@ -358,7 +347,6 @@ QWEN3 = Family(
     defaults=dict(
         num_key_value_heads=32,
         head_dim=128,
-        attention_bias=False,
         sliding_window=_DEFAULT_WINDOW,
     ),
     required_values=dict(use_qk_norm=(True,)),
@@ -373,7 +361,7 @@ QWEN3_VL_TEXT = dataclasses.replace(
     architecture="",
     defaults={**QWEN3.defaults, "rope_theta": 5e5},
     required_values={**QWEN3.required_values, "use_sliding_window": (False,)},
-    irrelevant=QWEN3.irrelevant | {"mrope_section", "mrope_interleaved"},
+    irrelevant=(*QWEN3.irrelevant, "mrope_section", "mrope_interleaved"),
     multimodal_type="qwen3_vl",
     multimodal_prefixes={"model.language_model.": "model."},
     other_prefixes=("model.visual.",),
@@ -432,7 +420,7 @@ SMOLLM3 = Family(
     read_kinds=_smollm3_read_kinds,
     write_kinds=_smollm3_write_kinds,
     fields={"mlp_bias": "mlp_bias"},
-    defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
+    defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
     required_values=dict(attention_bias=(False,)),
-    irrelevant=_WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval"},
+    irrelevant=(*_WINDOW_FIELDS, "no_rope_layers", "no_rope_layer_interval"),
 )

@@ -55,7 +55,7 @@ def _read_kinds(config: Fields) -> list[str]:
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    layer_kinds=(frozenset({"full"}), frozenset({"full", "dense"})),
+    layer_kinds=(("full",), ("full", "dense")),
     read_kinds=_read_kinds,
     write_kinds=write_dense_layers,
     settings={"attention.qk_norm": "head"},
@@ -69,20 +69,17 @@ QWEN3_MOE = Family(
     field_aliases={"num_local_experts": "num_experts"},
     defaults=dict(
         num_key_value_heads=4,
-        attention_bias=False,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=False,
     ),
     required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
-    irrelevant=frozenset(
-        {
-            "max_window_layers",
-            "sliding_window",  # without effect: use_sliding_window is false
-            "decoder_sparse_step",
-            "mlp_only_layers",  # `_read_kinds` reads them
-        }
+    irrelevant=(
+        "max_window_layers",
+        "sliding_window",  # without effect: use_sliding_window is false
+        "decoder_sparse_step",
+        "mlp_only_layers",  # `_read_kinds` reads them
     ),
     feed_forward_tensors=dict(experts=experts.TENSORS),
     tensor_aliases=experts.STACKED_LINEAR_TENSORS,
@@ -97,7 +94,6 @@ QWEN3_VL_MOE_TEXT = dataclasses.replace(
     defaults={
         **QWEN3_MOE.defaults,
         "num_key_value_heads": 16,
-        "head_dim": None,
         "rope_theta": 5e5,
         "num_experts": 60,
         "num_experts_per_tok": 4,
@@ -105,7 +101,7 @@ QWEN3_VL_MOE_TEXT = dataclasses.replace(
         "norm_topk_prob": True,
     },
     required_values={**QWEN3_MOE.required_values, "norm_topk_prob": (True,)},
-    irrelevant=QWEN3_MOE.irrelevant | QWEN3_VL_TEXT.irrelevant,
+    irrelevant=QWEN3_MOE.irrelevant + QWEN3_VL_TEXT.irrelevant,
     feed_forward_tensors=dict(experts=experts.TRANSPOSED_TENSORS),
     tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     multimodal_type="qwen3_vl_moe",
@@ -151,7 +147,7 @@ def _write_settings(model: ModelConfig) -> dict[str, Any]:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
+    layer_kinds=(("full",), ("dense", "full")),
     read_kinds=functools.partial(read_first_dense, num_dense=1, other="full"),
     write_kinds=write_first_dense,
     settings={
@@ -172,10 +168,9 @@ GLM4_MOE = Family(
     field_aliases={"num_local_experts": "n_routed_experts"},
     read_settings=_read_settings,
     write_settings=_write_settings,
-    varying=frozenset({"attention.qk_norm", "experts.shared_ffn_dim"}),
+    varying=("attention.qk_norm", "experts.shared_ffn_dim"),
     defaults=dict(
         num_key_value_heads=8,
-        attention_bias=False,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
         moe_intermediate_size=1408,
@@ -190,7 +185,7 @@ GLM4_MOE = Family(
     ),
     other_prefixes=("model.layers.{num_layers}.",),
     # `read_first_dense` reads the first one
-    irrelevant=frozenset({"first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"}),
+    irrelevant=("first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"),
     feed_forward_tensors=dict(
         experts=(
             *experts.TENSORS,
@@ -246,18 +241,16 @@ MINIMAX_M2 = Family(
         router_jitter_noise=(0,),
         **{f"layernorm_{x}_beta": (1,) for x in ("full_attention", "mlp")},
     ),
-    irrelevant=frozenset(
-        {
-            "attn_type_list",  # the function above reads it
-            # of layers that the model does not have, and of multi-token prediction
-            "mlp_intermediate_size",
-            "shared_moe_mode",
-            "layernorm_linear_attention_beta",
-            "use_mtp",
-            "num_mtp_modules",
-            "mtp_transformer_layers",
-            "auto_map",  # transformers has the code
-        }
+    irrelevant=(
+        "attn_type_list",  # the function above reads it
+        # of layers that the model does not have, and of multi-token prediction
+        "mlp_intermediate_size",
+        "shared_moe_mode",
+        "layernorm_linear_attention_beta",
+        "use_mtp",
+        "num_mtp_modules",
+        "mtp_transformer_layers",
+        "auto_map",  # transformers has the code
     ),
     feed_forward_tensors=dict(experts=experts.MIXTRAL_TENSORS),
     tensor_aliases=(
@@ -307,7 +300,7 @@ GPT_OSS = Family(
     ),
     required_values=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
     # they repeat the fields of RoPE, and num_experts_per_tok
-    irrelevant=frozenset({"initial_context_length", "experts_per_token"}),
+    irrelevant=("initial_context_length", "experts_per_token"),
     quantization="mxfp4",
     feed_forward_tensors=dict(experts=experts.STACKED_TENSORS),
 )

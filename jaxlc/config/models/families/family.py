@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixer_path
 from jaxlc.config.kinds.contract import LayerTensor
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import UserError
 
@@ -77,10 +77,10 @@ def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def kind_sets(*kinds: str) -> tuple[frozenset[str], ...]:
+def kind_sets(*kinds: str) -> tuple[tuple[str, ...], ...]:
     """All sets of some of these kinds, for families whose models may have any of them."""
     sizes = range(1, len(kinds) + 1)
-    return tuple(frozenset(x) for size in sizes for x in itertools.combinations(kinds, size))
+    return tuple(x for size in sizes for x in itertools.combinations(kinds, size))
 
 
 def nothing(_: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Family:
     # first family with its layers.
     architecture: str
     # the sets of kinds that models may have
-    layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)
+    layer_kinds: tuple[tuple[str, ...], ...] = (("full",),)
     # The kind of each layer in config.json. An unknown type of layer is returned as it is.
     read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
     # The fields of config.json for the layers of a model, as `read_kinds` reads them.
@@ -110,7 +110,7 @@ class Family:
     # Settings that several fields give, or fields of another form; and these fields of a model.
     read_settings: Callable[[Fields], dict[str, Any]] = nothing
     write_settings: Callable[[ModelConfig], dict[str, Any]] = nothing
-    varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
+    varying: tuple[str, ...] = ()  # the settings that `read_settings` gives
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
     length_field: str = "max_position_embeddings"  # of the longest sequence
@@ -148,7 +148,7 @@ class Family:
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
+    irrelevant: tuple[str, ...] = ()  # more fields that do not change the computation
     quantization: str = ""  # quant_method of the weights that models may have besides fp8; "": none
     # Feed-forward blocks of the layers besides dense -> their tensors.
     feed_forward_tensors: Mapping[str, tuple[LayerTensor, ...]] = field(default_factory=dict)
@@ -156,18 +156,14 @@ class Family:
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def tensors_of(
-        self, mixers: tuple[str, ...] = (), feed_forward: str = "none"
+        self, mixers: tuple[str, ...] = (), feed_forward: str = ""
     ) -> tuple[LayerTensor, ...]:
         """The tensors that checkpoints may have, with layers of entries of `config.kinds.MIXERS`
         and one of FEED_FORWARDS, in the order of the computation of a layer.
         """
         settings = {**COMMON_SETTINGS, **self.settings}
-        is_own = feed_forward in self.feed_forward_tensors
-        mlp = (
-            self.feed_forward_tensors[feed_forward]
-            if is_own
-            else FEED_FORWARDS[feed_forward].tensors
-        )
+        known = {name: kind.tensors for name, kind in FEED_FORWARDS.items()}
+        mlp = (known | {**self.feed_forward_tensors}).get(feed_forward, ())
         norms = (settings[MIXERS[name].norm_setting] for name in mixers)
         norm_placement = next(norms, "") or settings["norm_placement"]
         own = tuple(
@@ -228,47 +224,6 @@ class Family:
         return "dense" in (self.feed_forward_tensors or ("dense",)) or any(
             kind.get("feed_forward") == "dense" for kind in self.kinds.values()
         )
-
-    def fits(self, model: ModelConfig) -> bool:
-        """Whether models of this family have the layers of `model`, and one RoPE for all of them
-        if config.json has one.
-        """
-        settings = {**COMMON_SETTINGS, **self.settings}
-        by_path = model.by_path
-        if self.has_one_attention_bias and model.attention.qkv_bias == model.attention.out_bias:
-            settings |= dict.fromkeys(
-                ("attention.qkv_bias", "attention.out_bias"), model.attention.qkv_bias
-            )
-        elif "attention_bias" in self.fields and not self.has_one_attention_bias:
-            settings["attention.qkv_bias"] = model.attention.qkv_bias
-        settings |= {name: by_path[name] for name in self.varying}
-        given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"attention.qkv_bias"}
-        settings |= {name: by_path[name] for name in given}
-        has_settings = all(by_path[name] == value for name, value in settings.items())
-        has_scale = (
-            model.attention.query_scale_dim in (0, model.attention.head_dim)
-            or "attention.query_scale_dim" in self.fields.values()
-        )
-        has_query_scale = not model.rope.query_beta or ("llama_4_scaling_beta" in self.defaults)
-        has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {
-            *self.fields.values(),
-            *self.varying,
-        }
-        has_kinds = frozenset(model.used_kinds) in self.layer_kinds and all(
-            kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {}))
-            for kind in model.kinds
-        )
-        if has_kinds and self.kinds:  # some fields can only have these layers in some places
-            written = self.read_kinds(
-                dict(num_hidden_layers=model.num_layers, **self.write_kinds(model))
-            )
-            has_kinds = [*written] == [*model.kinds_of_layers]
-        has_blocks = model.default_feed_forward in (self.feed_forward_tensors or ("dense",))
-        sliding_rope = model.rope.sliding_theta, model.rope.sliding_scaling
-        has_rope = self.rope_by_layer_type or "sliding" not in model.attentions
-        has_rope = has_rope or sliding_rope == (model.rope.theta, model.rope.scaling != "none")
-        has_scale = has_scale and has_query_scale and has_rope
-        return has_settings and has_scale and has_kinds and has_blocks and has_shared
 
 
 @functools.cache

@@ -56,7 +56,6 @@ QWEN3_5_TEXT = Family(
     defaults=dict(
         num_key_value_heads=4,
         head_dim=256,
-        attention_bias=False,
         partial_rotary_factor=0.25,
         linear_num_key_heads=16,
         linear_num_value_heads=32,
@@ -70,15 +69,13 @@ QWEN3_5_TEXT = Family(
     multimodal_type="qwen3_5",
     multimodal_prefixes={"model.language_model.": "model."},
     other_prefixes=("model.visual.", "mtp."),
-    irrelevant=frozenset(
-        {
-            "full_attention_interval",
-            "mtp_num_hidden_layers",
-            "mtp_use_dedicated_embeddings",
-            # equal for all text: its positions have one dimension
-            "mrope_section",
-            "mrope_interleaved",
-        }
+    irrelevant=(
+        "full_attention_interval",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+        # equal for all text: its positions have one dimension
+        "mrope_section",
+        "mrope_interleaved",
     ),
 )
 
@@ -147,7 +144,7 @@ QWEN3_NEXT = dataclasses.replace(
     multimodal_prefixes={},
     other_prefixes=("mtp.",),
     # the functions above read them
-    irrelevant=frozenset({"full_attention_interval", "decoder_sparse_step", "mlp_only_layers"}),
+    irrelevant=("full_attention_interval", "decoder_sparse_step", "mlp_only_layers"),
     tensor_names={
         _LINEAR: {
             **{f"w{x}": "linear_attn.in_proj_qkvz.weight" for x in "qkvz"},
@@ -185,7 +182,7 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
-    layer_kinds=(frozenset({_LINEAR, "nope"}), frozenset({_LINEAR, "full"})),
+    layer_kinds=((_LINEAR, "nope"), (_LINEAR, "full")),
     read_kinds=_olmo_hybrid_read_kinds,
     write_kinds=_write_kinds,
     settings={
@@ -197,11 +194,7 @@ OLMO_HYBRID = Family(
         "delta_net.negative_eigenvalues": True,
     },
     fields={**_SIZES, "linear_allow_neg_eigval": "delta_net.negative_eigenvalues"},
-    defaults=dict(
-        num_key_value_heads=None,
-        head_dim=None,
-        **dict.fromkeys(_SIZES) | dict(linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
-    ),
+    defaults=dict.fromkeys(_SIZES) | dict(linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
     tensor_names={
         _LINEAR: {
             **{f"w{x}": f"linear_attn.{x}_proj.weight" for x in "qkvba"},
@@ -217,7 +210,7 @@ OLMO_HYBRID = Family(
         "linear_attn.conv1d.weight": tuple(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
     },
     required_values=dict(attention_bias=(False,)),
-    irrelevant=frozenset(  # of initial values
+    irrelevant=tuple(  # of initial values
         f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
     ),
 )

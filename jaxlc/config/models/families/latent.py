@@ -55,7 +55,6 @@ def _write_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 _DEFAULTS = dict(
-    num_key_value_heads=None,
     qk_rope_head_dim=64,
     qk_nope_head_dim=128,
     q_lora_rank=1536,
@@ -93,16 +92,14 @@ DEEPSEEK_V3 = Family(
     },
     read_settings=_read_settings,
     write_settings=_write_settings,
-    varying=frozenset(
-        {
-            "attention.head_dim",
-            "rope.fraction",
-            "latent.query_rank",
-            "latent.interleaved",
-            "experts.groups",
-            "experts.groups_per_token",
-            "experts.shared_ffn_dim",
-        }
+    varying=(
+        "attention.head_dim",
+        "rope.fraction",
+        "latent.query_rank",
+        "latent.interleaved",
+        "experts.groups",
+        "experts.groups_per_token",
+        "experts.shared_ffn_dim",
     ),
     defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
     required_values=dict(
@@ -112,19 +109,17 @@ DEEPSEEK_V3 = Family(
         moe_layer_freq=(1,),
     ),
     other_prefixes=("model.layers.{num_layers}.",),
-    irrelevant=frozenset(
-        {
-            # the functions above read the first three
-            "first_k_dense_replace",
-            "mlp_layer_types",
-            "rope_interleave",
-            "qk_head_dim",
-            "num_nextn_predict_layers",
-            "aux_loss_alpha",
-            "seq_aux",
-            "ep_size",
-            "auto_map",
-        }
+    irrelevant=(
+        # the functions above read the first three
+        "first_k_dense_replace",
+        "mlp_layer_types",
+        "rope_interleave",
+        "qk_head_dim",
+        "num_nextn_predict_layers",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "auto_map",
     ),
     feed_forward_tensors=GLM4_MOE.feed_forward_tensors,
     tensor_aliases=GLM4_MOE.tensor_aliases,
@@ -304,8 +299,12 @@ KIMI_LINEAR = dataclasses.replace(
         mla_use_nope=(True,),
     ),
     length_field="model_max_length",
-    irrelevant=DEEPSEEK_V3.irrelevant
-    | {"linear_attn_config", "model_max_length", "use_grouped_topk"},
+    irrelevant=(
+        *DEEPSEEK_V3.irrelevant,
+        "linear_attn_config",
+        "model_max_length",
+        "use_grouped_topk",
+    ),
     feed_forward_tensors=dict(
         experts=(
             _in_mixtral(experts.TENSORS[0]),

@@ -147,16 +147,14 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     },
     read_settings=_granite_read_settings,
     write_settings=_granite_write_settings,
-    varying=frozenset(
-        {
-            "ffn_dim",
-            "experts.num_experts",
-            "experts.experts_per_token",
-            "experts.ffn_dim",
-            "experts.shared_ffn_dim",
-            "experts.router",
-            *_STEP_LIMIT,
-        }
+    varying=(
+        "ffn_dim",
+        "experts.num_experts",
+        "experts.experts_per_token",
+        "experts.ffn_dim",
+        "experts.shared_ffn_dim",
+        "experts.router",
+        *_STEP_LIMIT,
     ),
     defaults={
         **GRANITE.defaults,
@@ -169,12 +167,10 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     required_values=dict(
         mamba_proj_bias=(False,), normalization_function=("rmsnorm",), attention_dropout=(0, 0.1)
     ),
-    irrelevant=frozenset(
-        {
-            "position_embedding_type",  # read by `_granite_read_kinds`
-            "mamba_chunk_size",
-            "init_method",
-        }
+    irrelevant=(
+        "position_embedding_type",  # read by `_granite_read_kinds`
+        "mamba_chunk_size",
+        "init_method",
     ),
     feed_forward_tensors=dict(
         experts=(
@@ -253,19 +249,18 @@ _FALCON_MULTIPLIERS = {
 FALCON_H1 = Family(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
-    layer_kinds=(frozenset({"full_mamba2"}),),
+    layer_kinds=(("full_mamba2",),),
     read_kinds=_falcon_read_kinds,
     fields={**_MAMBA_FIELDS, **_FALCON_MULTIPLIERS},
     read_settings=_falcon_read_settings,
     write_settings=_falcon_write_settings,
-    varying=frozenset({"mamba2.norm", *_STEP_LIMIT, *itertools.chain(*_FALCON_LISTS.values())}),
+    varying=("mamba2.norm", *_STEP_LIMIT, *itertools.chain(*_FALCON_LISTS.values())),
     defaults={
         **_MAMBA_DEFAULTS,
         **dict.fromkeys(_FALCON_MULTIPLIERS, 1.0),
         **dict.fromkeys(("attention_in_multiplier", "ssm_in_multiplier"), 1.0),
         **dict.fromkeys(_FALCON_LISTS),
         "num_key_value_heads": 8,
-        "head_dim": None,
         "rms_norm_eps": 1e-5,
         "mamba_d_ssm": 1024,
         "mamba_norm_before_gate": True,
@@ -278,7 +273,7 @@ FALCON_H1 = Family(
         mamba_proj_bias=(False,),
         mamba_use_mlp=(True,),
     ),
-    irrelevant=frozenset({"mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"}),
+    irrelevant=("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
     name_parts={
         "model.norm.": "model.final_layernorm.",
         ".mlp.": ".feed_forward.",
@@ -357,15 +352,13 @@ NEMOTRON_H = Family(
     },
     read_settings=_nemotron_read_settings,
     write_settings=_nemotron_write_settings,
-    varying=frozenset(
-        {
-            "norm_epsilon",
-            "experts.router",
-            "experts.choice_bias",
-            "experts.latent_dim",
-            *_STEP_LIMIT,
-            *_NEMOTRON_EXPERTS.values(),
-        }
+    varying=(
+        "norm_epsilon",
+        "experts.router",
+        "experts.choice_bias",
+        "experts.latent_dim",
+        *_STEP_LIMIT,
+        *_NEMOTRON_EXPERTS.values(),
     ),
     activation_field="mlp_hidden_act",
     defaults=dict(
@@ -406,30 +399,28 @@ NEMOTRON_H = Family(
     },
     multimodal_prefixes={"backbone.": "model."},
     other_prefixes=("mtp.",),
-    irrelevant=frozenset(
-        {
-            # the functions above read the first one
-            "hybrid_override_pattern",
-            "n_shared_experts",
-            # of initial values
-            "time_step_min",
-            "time_step_max",
-            "time_step_floor",
-            "rescale_prenorm_residual",
-            "expand",
-            "chunk_size",
-            "num_logits_to_keep",
-            "residual_in_fp32",
-            "auto_map",
-            "use_mamba_kernels",
-            "mamba_ssm_cache_dtype",
-            "moe_shared_expert_overlap",
-            "num_nextn_predict_layers",
-            "mtp_layers_block_type",
-            "mtp_hybrid_override_pattern",
-            "rms_norm_eps",
-            "hidden_act",
-        }
+    irrelevant=(
+        # the functions above read the first one
+        "hybrid_override_pattern",
+        "n_shared_experts",
+        # of initial values
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "rescale_prenorm_residual",
+        "expand",
+        "chunk_size",
+        "num_logits_to_keep",
+        "residual_in_fp32",
+        "auto_map",
+        "use_mamba_kernels",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+        "rms_norm_eps",
+        "hidden_act",
     ),
     name_parts={
         "model.embed_tokens.": "model.embeddings.",
