@@ -156,7 +156,10 @@ def test_parameters_are_counted_as_those_of_dequantized_weights():
     ("sections", "words"),
     [
         (dict(memory=dict(remat="none")), "memory.remat=matmuls"),
-        (dict(memory=dict(node_copy_devices=1), mesh=dict(fsdp=2)), "node_copy_devices=1"),
+        (
+            dict(memory=dict(node_copy_devices=1), mesh=dict(fsdp=2)),
+            "use --config.memory.node_copy_devices=0",
+        ),
         (dict(model=WIDE | dict(ffn_dim=129)), "mlp/w_down has 129 inputs"),
         (dict(frozen="mxfp4"), "is for frozen experts of gpt-oss, .*precision.frozen=nf4"),
         (

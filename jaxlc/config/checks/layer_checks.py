@@ -320,7 +320,8 @@ def _quantized_problems(config: Config) -> Iterator[str]:
         )
     if memory.node_copy_devices:
         yield (
-            f"unsupported: {setting} with config.memory.node_copy_devices={memory.node_copy_devices}; use 0"
+            f"unsupported: {setting} with config.memory.node_copy_devices={memory.node_copy_devices};"
+            " use --config.memory.node_copy_devices=0"
         )
     for path, (matrix, form, _) in quantized.items():
         last = [*matrix.inputs.values()][-1]
