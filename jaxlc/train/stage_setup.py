@@ -203,7 +203,10 @@ class Reference:
     def __call__(self, batch: Batch) -> Batch:
         if self._log_probs is None:
             return batch
-        return batch._replace(reference_log_probs=self._log_probs(self._params, batch))
+        log_probs = self._log_probs(
+            self._params, batch._replace(experts=None)
+        )  # it chooses its own
+        return batch._replace(reference_log_probs=log_probs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ tests/train/test_posttrain.py trains with it.
 """
 
 import dataclasses
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxlc.simulate.topology import topology
 from jaxlc.step import verify_compiled
 from jaxlc.step.state import PINNED_HOST, bytes_per_device, lacks_host_memory
 from jaxlc.step.step import TrainStep
+from jaxlc.train import stage_setup
 from tests.plan import gpus
 from tests.step import test_policy_loss
 from tests.step.synthetic import make_batch, small_step
@@ -32,10 +34,13 @@ def config_with_reference() -> Config:
 
 
 @pytest.mark.jax_version  # from JAX 0.11 on, CPUs have host memory, from which layers are fetched
-def test_reference_with_experts_has_the_log_probs_of_the_policy():
-    """Each layer fetches all of its experts."""
+def test_reference_with_experts_has_the_log_probs_of_the_policy(monkeypatch):
+    """Each layer fetches all of its experts. Batches have recorded experts, which it does not use, and
+    which are missing here.
+    """
     model = test_policy_loss.KINDS["experts"]["model"]
-    config = test_policy_loss.config_with("grpo", model=model, mesh=dict(context=2))
+    sections = dict(model=model, mesh=dict(context=2), posttrain=dict(replay_routing=True))
+    config = test_policy_loss.config_with("grpo", **sections)
     posttrain = dataclasses.replace(config.posttrain, reference="model", reference_model="unused")
     step = small_step(dataclasses.replace(config, posttrain=posttrain))
     row = test_policy_loss.sequence(step.config, test_policy_loss.traces("grpo"))
@@ -44,9 +49,11 @@ def test_reference_with_experts_has_the_log_probs_of_the_policy():
     )
     params, like = step.init().params, step.reference.abstract_state.params
     on_host = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, like)
+    monkeypatch.setattr(stage_setup, "load_pretrained", lambda *_: (on_host, "weights of a run"))
+    with_reference = stage_setup.Reference(step, MagicMock())
     expected, actual = (
         step.jitted_log_probs(params, batch),
-        step.reference.jitted_log_probs(on_host, batch),
+        with_reference(batch).reference_log_probs,
     )
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
     assert np.ptp(expected) > 1
