@@ -2,6 +2,7 @@
 Pure NumPy.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,33 +120,21 @@ class Assignment:
             self.sizes[0, pieces[1]] += num_moved
         return bool((self.sizes[0] > 0).all())
 
+    @functools.cached_property
+    def in_sequence(self) -> "Pieces":
+        """The pieces of all ranks in the order of the sequence, in one tile."""
+        pieces = self.pieces()
+        document, offset, tokens, rank = pieces[np.lexsort(pieces[:, [1, 0]].T)].T
+        return Pieces(document, offset, tokens, rank, np.zeros_like(rank))
+
     def work_by_rank(self) -> np.ndarray:
         """int64 [query ranks, key ranks]: pairs of a query and a key that it attends to."""
-        context = len(self.whole)
-        # [sharded documents, ranks]
-        lo, hi = self.sizes[:, :context], self.sizes[:, : context - 1 : -1]
-        both = lo + hi
-        # keys of earlier, later ranks
-        work = np.where(np.tri(context, k=-1, dtype=bool), both.T @ lo, hi.T @ both)
-        diagonal = (both * (both + 1) // 2).sum(axis=0)
-        for rank, documents in enumerate(self.whole):
-            diagonal[rank] += (self.lengths[documents] * (self.lengths[documents] + 1) // 2).sum()
-        for document, rank, offset, tokens in self.cuts:
-            diagonal[rank] += tokens * (tokens + 1) // 2
-            for other, other_rank, other_offset, num_keys in self.cuts:
-                if other == document and other_offset < offset:
-                    work[rank, other_rank] += tokens * num_keys
-        np.fill_diagonal(work, diagonal)
-        return work
+        return pairs_by_rank(self.in_sequence, len(self.whole), 1)[0]
 
     def num_shared(self) -> tuple[int, int]:
         """`num_shared` of the documents of all ranks."""
-        context = len(self.whole)
-        tokens = np.zeros((len(self.lengths), context), np.int64)
-        tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1]
-        for document, rank, _, num_tokens in self.cuts:
-            tokens[document, rank] += num_tokens
-        return num_shared(tokens, self.rank_tokens)
+        tokens = tokens_by_rank(self.in_sequence, len(self.lengths) - 1, len(self.whole), 1)
+        return num_shared(tokens[0].T, self.rank_tokens)
 
     def pieces(self) -> np.ndarray:
         """The pieces of all ranks. The tokens of a rank that other ranks need come first.
@@ -154,11 +143,25 @@ class Assignment:
           int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
           Documents are numbered as in this class.
         """
-        pieces = []
-        for rank in range(len(self.whole)):
-            whole = [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
-            pieces += [(*piece, rank) for piece in self._shared_pieces(rank) + whole]
-        return np.array(pieces, np.int64).reshape(-1, 4)
+        chunks = np.arange(2 * len(self.whole))
+        is_ragged = self.sizes % self.unit > 0
+        columns = np.broadcast_arrays(
+            np.arange(len(self.sizes))[:, None],
+            np.cumsum(self.sizes, axis=1) - self.sizes,
+            self.sizes,
+            np.minimum(chunks, chunks[::-1]),
+            # after the others, which stay aligned
+            is_ragged | is_ragged[:, ::-1],
+        )
+        rows = np.stack(columns, axis=-1).reshape(-1, 5).tolist()
+        rows += [
+            (document, offset, tokens, rank, 2) for document, rank, offset, tokens in self.cuts
+        ]
+        for rank, documents in enumerate(self.whole):
+            rows += [(document, 0, self.lengths[document], rank, 3) for document in documents]
+        *_, sizes, ranks, kinds = columns = np.array(rows, np.int64).reshape(-1, 5).T
+        by_rank = np.lexsort((kinds, ranks))
+        return columns[:4, by_rank[sizes[by_rank] > 0]].T
 
     def mirrored_pieces(self) -> np.ndarray | None:
         """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
@@ -173,18 +176,21 @@ class Assignment:
         half_tokens = self.rank_tokens // 2
         context = len(self.whole)
         num_tokens_lo = self.sizes[:, :context].sum(axis=1)
+        own = self.pieces()
+        cut = {document for document, *_ in self.cuts}
         pieces = []
         for rank in range(context):
             first = []
             middle = []
             last = []
-            for document, offset, tokens in self._shared_pieces(rank):
+            for document, offset, tokens, _ in own[own[:, 3] == rank].tolist():
                 is_sharded = document < len(self.sizes)
-                is_last = offset >= num_tokens_lo[document] if is_sharded else offset > 0
-                (first if not is_last else last if is_sharded else middle).append(
+                is_first = not offset and document in cut
+                if is_sharded:
+                    is_first = offset < num_tokens_lo[document]
+                (first if is_first else last if is_sharded else middle).append(
                     (document, offset, tokens)
                 )
-            middle += [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
             if max(sum(tokens for _, _, tokens in part) for part in (first, last)) > half_tokens:
                 return None
             begin, second = _split_at(first + middle, half_tokens)
@@ -231,24 +237,6 @@ class Assignment:
         ]
         sizes = [*self.sizes.reshape(-1).tolist(), *between]
         return len(self.sizes) < num_chains and all(tokens >= min_tokens for tokens in sizes)
-
-    def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order
-        of its tokens.
-        """
-        offsets = np.cumsum(self.sizes, axis=1) - self.sizes
-        chunks = rank, self.sizes.shape[1] - 1 - rank
-        # these come last: the others stay aligned
-        is_ragged = (self.sizes[:, chunks] % self.unit).any(axis=1)
-        pieces = [
-            (int(document), int(offsets[document, chunk]), int(self.sizes[document, chunk]))
-            for document in np.argsort(is_ragged, kind="stable")
-            for chunk in chunks
-        ]
-        pieces = [piece for piece in pieces if piece[2]]
-        return pieces + [
-            (document, offset, tokens) for document, at, offset, tokens in self.cuts if at == rank
-        ]
 
     def order(self, pieces: np.ndarray, per_rank: int = 1) -> np.ndarray:
         """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence.

@@ -41,6 +41,7 @@ are shorter than the window need several. So the exchange has room for several w
 needs more is not used.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -434,36 +435,22 @@ def _assignments(
     in_sequence: bool,
 ) -> Iterator[Assignment]:
     """The candidates in the order of preference."""
-    for unit, num_sharded in _candidates(lengths, rank_tokens, context, max_sharded, in_sequence):
-        assignment = Assignment.create(
-            lengths, rank_tokens, context, num_sharded, unit, in_sequence
-        )
+    units = [1]
+    numbers = [0]  # of sharded documents
+    if context > 1 and len(lengths):
+        units = [_BLOCK_TOKENS]
+        while units[-1] > 1:
+            units.append(max(1, units[-1] // 4))
+        # Longer than a rank's tokens: never whole.
+        first = 0 if in_sequence else int((lengths > rank_tokens).sum())
+        numbers = [first]
+        while numbers[-1] <= min(len(lengths), max_sharded):
+            numbers.append(numbers[-1] + 1 + (numbers[-1] - first) // 8)
+        numbers.pop()
+    for unit, number in itertools.product(units, numbers):
+        assignment = Assignment.create(lengths, rank_tokens, context, number, unit, in_sequence)
         if assignment is None:
             continue
         num_shared, num_long = assignment.num_shared()
         if num_shared <= MAX_SHARED_DOCUMENTS and num_long <= MAX_LONG_SHARED_DOCUMENTS:
             yield assignment
-
-
-def _candidates(
-    lengths: np.ndarray,
-    rank_tokens: int,
-    context: int,
-    max_sharded: int,
-    in_sequence: bool,
-):
-    """(unit of piece lengths, number of sharded documents), in the order of preference."""
-    if context == 1 or not len(lengths):
-        yield 1, 0
-        return
-    # Longer than a rank's tokens: never whole.
-    first = 0 if in_sequence else int((lengths > rank_tokens).sum())
-    last = min(len(lengths), max_sharded)
-    units = [_BLOCK_TOKENS]
-    while units[-1] > 1:
-        units.append(max(1, units[-1] // 4))
-    for unit in units:
-        num_sharded = first
-        while num_sharded <= last:
-            yield unit, num_sharded
-            num_sharded += 1 + (num_sharded - first) // 8
