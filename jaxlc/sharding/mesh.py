@@ -122,15 +122,12 @@ def split_context(
         raise UserError(
             f"invalid value {inner} for ulysses_degree: expected a divisor of {axis}={mesh.shape[axis]}"
         )
-    at = mesh.axis_names.index(axis)
     ranks = Ranks(f"{axis}_outer", mesh.shape[axis] // inner), Ranks(f"{axis}_inner", inner)
-    names = (*mesh.axis_names[:at], *(group.axis for group in ranks), *mesh.axis_names[at + 1 :])
-    shape = (
-        *mesh.devices.shape[:at],
-        *(group.size for group in ranks),
-        *mesh.devices.shape[at + 1 :],
-    )
-    return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)), ranks
+    shape: dict[Any, int] = {}
+    for name, size in mesh.shape.items():
+        shape |= dict(ranks) if name == axis else {name: size}
+    devices = mesh.devices.reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape)), ranks
 
 
 _OUTER, _INNER = (tuple(f"{axis}_{part}" for axis in WEIGHT_AXES) for part in ("outer", "inner"))

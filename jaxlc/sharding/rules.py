@@ -232,7 +232,7 @@ class Sharder:
         tokens = tuple(_fit(RULES.gathered[:2], x.shape[:2], self.mesh))
         x_spec = PartitionSpec(*tokens, *features[: x.ndim - 2])
         out_spec = PartitionSpec(*tokens, *features[x.ndim - 2 :])
-        w_spec = PartitionSpec(nodes.outer, *features)
+        w_spec = self._compute_spec(w, dims)
 
         def gradient(x, w, dout):
             (dw,) = jax.vjp(functools.partial(function, x), w[0])[1](dout)
@@ -259,7 +259,7 @@ class Sharder:
         if not self._is_copy(w, dims):
             return w
         spec = compute_spec(dims, w.shape[1:], self.mesh)
-        in_specs = PartitionSpec(self.nodes.outer, *spec)
+        in_specs = self._compute_spec(w, dims)
         split = shard_map(operator.itemgetter(0), self.nodes.mesh, in_specs, spec)
         return self._constrain(split(w), spec)
 
@@ -268,20 +268,25 @@ class Sharder:
 
     def _stored(self, w: jax.Array, dims: Axes) -> jax.Array:
         """A parameter, or one of the copy of a node, in its sharding for storage."""
-        if self.nodes is None:
-            return self._constrain(w, storage_spec(dims, w.shape, self.mesh))
+        mesh = self._storage_mesh
         if self._is_copy(w, dims):
             spec = PartitionSpec(self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes))
         else:
-            spec = storage_spec(dims, w.shape, self.nodes.mesh)
-        return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
+            spec = storage_spec(dims, w.shape, mesh)
+        return self._constrain(w, spec, mesh)
 
     def _in_use(self, w: jax.Array, dims: Axes) -> jax.Array:
         """A parameter, or one of the copy of a node, in its sharding for compute."""
-        if not self._is_copy(w, dims):
-            return self._constrain(w, compute_spec(dims, w.shape, self.mesh))
-        spec = PartitionSpec(self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh))
-        return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
+        mesh = self._storage_mesh if self._is_copy(w, dims) else self.mesh
+        return self._constrain(w, self._compute_spec(w, dims), mesh)
+
+    def _compute_spec(self, w: jax.Array, dims: Axes) -> PartitionSpec:
+        outer = (self.nodes.outer,) if self._is_copy(w, dims) else ()
+        return PartitionSpec(*outer, *compute_spec(dims, w.shape[-len(dims) :], self.mesh))
+
+    @property
+    def _storage_mesh(self) -> Mesh:
+        return self.mesh if self.nodes is None else self.nodes.mesh
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
         return self._activation(x_BTD, RULES.residual)
@@ -313,21 +318,12 @@ class Sharder:
         _, residual = _fit(RULES.residual[:2], first.shape[:2], self.mesh)
         leaves, tree = jax.tree.flatten(weights)
         dims = tree.flatten_up_to(dims)
-        is_copy = tree.unflatten([self._is_copy(w, d) for w, d in zip(leaves, dims)])
-        mesh, translated = self.mesh, lambda spec: spec
-        if self.nodes is not None:
-            mesh = self.nodes.mesh
-            translated = self.nodes.spec
-
-        def weight_spec(w: jax.Array, dims: Axes) -> PartitionSpec:
-            shape = w.shape[-len(dims) :]
-            outer = (self.nodes.outer,) if self._is_copy(w, dims) else ()
-            return PartitionSpec(*outer, *compute_spec(dims, shape, self.mesh))
+        translated = (lambda spec: spec) if self.nodes is None else self.nodes.spec
 
         def local(tokens, weights):
-            out = function(
-                tokens, jax.tree.map(lambda w, is_copy: w[0] if is_copy else w, weights, is_copy)
-            )
+            pairs = zip(jax.tree.leaves(weights), dims)
+            own = [w[0] if self._is_copy(w, names) else w for w, names in pairs]
+            out = function(tokens, tree.unflatten(own))
             if self.mesh.shape[TENSOR] == 1:
                 return out
             return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
@@ -335,16 +331,16 @@ class Sharder:
         tokens_spec = PartitionSpec(rows, sequence)
         out_spec = PartitionSpec(rows, residual)
         # Gradients of tokens are partial sums over tensor, of weights over the other axes.
-        specs = tree.unflatten(list(map(weight_spec, leaves, dims)))
+        specs = tree.unflatten(list(map(self._compute_spec, leaves, dims)))
         in_specs = (translated(tokens_spec), specs)
         out_specs = translated(out_spec)
-        return shard_map(local, mesh, in_specs, out_specs)(tokens, weights)
+        return shard_map(local, self._storage_mesh, in_specs, out_specs)(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
         return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))
 
-    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+    def _constrain(self, x: jax.Array, spec: PartitionSpec, mesh: Mesh | None = None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh or self.mesh, spec))
 
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
