@@ -194,7 +194,7 @@ class TiledAttention:
         def local(tokens: TokenInfo):
             tokens = ulysses.gather_tokens(tokens, self.inner)
             if self.window is not None:
-                return window_exchange.prepare(tokens, self._spec, self.outer, CHUNKS)
+                return window_exchange.prepare(tokens, None, self._spec, self.outer, CHUNKS)
             return ring_key_ranges_of_halves(tokens, self._spec, self.outer)
 
         tokens = TokenInfo(positions_BT, segments_BT, prefixes_BTD)

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies import window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, joined, parted
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
@@ -37,10 +36,8 @@ class GatheredRanges(NamedTuple):
 
 def prepare(
     tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks
-) -> GatheredRanges | KeyRanges | None:
+) -> GatheredRanges:
     """The `ranges` of `attend`, once per training step."""
-    if spec.window is not None:
-        return window_exchange.prepare(tokens, spec, ranks)
     keys = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True))
     positions_and_segments = [x for x in keys[:2] if x is not None]
     order_bS = jax.vmap(jnp.lexsort)(positions_and_segments)
@@ -50,20 +47,8 @@ def prepare(
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks):
     """The PartitionSpecs of the arrays of `prepare`."""
-    tokens = PartitionSpec(batch_axes, ranks.axis)
     all_tokens = PartitionSpec(batch_axes)
-    return tokens if spec.window is not None else GatheredRanges(tokens, all_tokens, all_tokens)
-
-
-def attend(
-    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
-    `ring.attend`.
-    """
-    if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
-        return window_exchange.attend(qkv, kernel, spec, ranks)
-    return _attend(qkv, kernel, spec, ranks)
+    return GatheredRanges(PartitionSpec(batch_axes, ranks.axis), all_tokens, all_tokens)
 
 
 def _forward(qkv: ShardedQKV, kernel, spec, ranks: Ranks):
@@ -85,7 +70,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks
     return dq, dk, dv
 
 
-_attend = attention_vjp(_forward, _backward)
+attend = attention_vjp(_forward, _backward)
 
 
 @jax.named_scope(scopes.ALL_GATHER_KV)

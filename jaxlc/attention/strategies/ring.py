@@ -40,7 +40,6 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import (
     AttentionSpec,
-    CallResults,
     Kernel,
     QueryResults,
     calls_of,
@@ -48,7 +47,6 @@ from jaxlc.attention.contract import (
     prepared,
 )
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
-from jaxlc.attention.strategies import window_exchange
 from jaxlc.attention.strategies.strategy import Expansion, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS
@@ -181,15 +179,13 @@ class PreparedSteps(NamedTuple):
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t].
 
     `SkippableSteps` of these, if the spec permits to skip steps.
 
     Args:
       kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
     """
-    if spec.window is not None:
-        return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
     if not _skips_steps(spec, ranks):
         return _prepared_steps(ranges, kernel, spec, ranks)
@@ -202,7 +198,7 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
 
 
 def _skips_steps(spec: AttentionSpec, ranks: Ranks) -> bool:
-    return spec.skips_ring_steps and spec.window is None and ranks.size > NUM_FIRST_RING_STEPS
+    return spec.skips_ring_steps and ranks.size > NUM_FIRST_RING_STEPS
 
 
 def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
@@ -223,32 +219,11 @@ def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: R
 
 
 def ranges_specs(
-    spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks, *_: Ranks
+    spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks
 ) -> PartitionSpec | SkippableSteps:
-    """The PartitionSpecs of the arrays of `prepare`, or of `ulysses.hybrid_prepare`."""
-    tokens = PartitionSpec(batch_axes, ranks.axis)
-    if spec.window is not None:
-        return tokens
-    steps = PartitionSpec(None, *tokens)
+    """The PartitionSpecs of the arrays of `prepare`."""
+    steps = PartitionSpec(None, batch_axes, ranks.axis)
     return SkippableSteps(steps, PartitionSpec()) if _skips_steps(spec, ranks) else steps
-
-
-def attend(
-    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
-
-    Args:
-      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
-      kernel: the kernel for one KV block.
-      spec: with a window, only the tokens that it reaches are sent and computed (window_exchange.py).
-      ranks: the mesh axis that splits the sequence, of any size from 1.
-    Returns:
-      out_btnH in q's dtype, lse_bnt float32.
-    """
-    if spec.window is not None:
-        return window_exchange.attend(qkv, kernel, spec, ranks)
-    return _attend(qkv, kernel, spec, ranks)
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
@@ -290,10 +265,8 @@ def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
     blocks = _blocks(qkv)
     own = blocks.packed()
     block = ring.send(own)  # overlaps with attention over the rank's own block
-    calls = calls_of(
-        ring.kernel, "forward", q, *blocks.keys_values(own), ring.own_ranges, ring.spec
-    )
-    block, (out, lse) = _receive(block, calls)
+    operands = q, *blocks.keys_values(own), ring.own_ranges, ring.spec
+    block, (out, lse) = _receive(block, ring.kernel, "forward", *operands)
     out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
@@ -313,10 +286,8 @@ def _backward_steps(results: QueryResults, qkv: ShardedQKV, ring: "RingState", n
     blocks = _blocks(qkv)
     own = blocks.packed()
     block = ring.send(own)
-    calls = calls_of(
-        ring.kernel, "backward", q, *blocks.keys_values(own), ring.own_ranges, ring.spec, results
-    )
-    block, (dq, dk, dv) = _receive(block, calls)
+    operands = q, *blocks.keys_values(own), ring.own_ranges, ring.spec, results
+    block, (dq, dk, dv) = _receive(block, ring.kernel, "backward", *operands)
     dq = dq.astype(jnp.float32)
     dblock, dweights = blocks.gradient(own, dk, dv)
 
@@ -346,7 +317,7 @@ def _sum(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
-_attend = attention_vjp(_forward, _backward, inline=True)
+attend = attention_vjp(_forward, _backward, inline=True)
 
 
 class RingState(NamedTuple):
@@ -394,13 +365,11 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            in_flight, results = _receive(
-                in_flight, calls_of(self.kernel, "forward", q, k, v, ranges, spec)
-            )
+            in_flight, results = _receive(in_flight, self.kernel, "forward", q, k, v, ranges, spec)
             return in_flight, merge(*out_lse, *results)
         halves = self._select_halves(step)
-        calls = calls_of(self.kernel, "forward", *halves.operands(q, k, v), ranges, spec)
-        in_flight, results = _receive(in_flight, calls)
+        operands = *halves.operands(q, k, v), ranges, spec
+        in_flight, results = _receive(in_flight, self.kernel, "forward", *operands)
         out, lse = out_lse
         for half, *partial in zip(halves.query_halves, *(jnp.split(x, 2) for x in results)):
             out_half, lse_half = merge(half_of(out, half), half_of(lse, half, axis=2), *partial)
@@ -417,14 +386,13 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            calls = calls_of(self.kernel, "backward", q, k, v, ranges, spec, results)
-            in_flight, (dq_block, dk, dv) = _receive(in_flight, calls)
+            in_flight, (dq_block, dk, dv) = _receive(
+                in_flight, self.kernel, "backward", q, k, v, ranges, spec, results
+            )
             return in_flight, dq + dq_block, dk, dv
         halves = self._select_halves(step)
-        operands = halves.operands(q, k, v)
-        results = halves.results(results)
-        calls = calls_of(self.kernel, "backward", *operands, ranges, spec, results)
-        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, calls)
+        operands = *halves.operands(q, k, v), ranges, spec, halves.results(results)
+        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel, "backward", *operands)
         dq = add_to_halves(dq, halves.query_halves, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
         dk, dv = (
@@ -457,13 +425,15 @@ def _ranges_of_step(ranges, step):
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
 
 
-def _receive(in_flight, calls: CallResults):
-    """in_flight and the values of the calls, available once the transfer and the calls are done.
+def _receive(in_flight, kernel: Kernel, *call):
+    """in_flight and the values of `calls_of(kernel, *call)`, available once the transfer and the
+    calls are done.
 
     Results are in the dtype that the kernel writes; those after the barrier are joined and cast by
     the kernels that sum them. So the compiler cannot overlap the transfer with operations after the
     calls instead of with the calls.
     """
+    calls = calls_of(kernel, *call)
     in_flight, results = lax.optimization_barrier((in_flight, calls.results))
     return in_flight, calls.joined(results)
 

@@ -28,7 +28,7 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
-from jaxlc.attention.strategies import all_gather, ring, ulysses
+from jaxlc.attention.strategies import all_gather, ring, ulysses, window_exchange
 from jaxlc.attention.strategies.strategy import (
     DEFAULT_AXES,
     AttentionAxes,
@@ -91,14 +91,21 @@ TokenOrder = Literal["natural", "zigzag"]
 
 
 class Strategy(NamedTuple):
-    """A way to split a sequence over the context axis."""
+    """A way to split a sequence over the context axis.
+
+    `attend(qkv, kernel, spec, ranks)` is the attention of this rank's queries over the whole sequence, out_btnH in q's
+    dtype and lse_bnt float32. Its arguments are this rank's shard, in zigzag order without ranges, with ranges in any
+    order for which `key_ranges` holds; the kernel for one KV block; and the mesh axis that splits the sequence, of any
+    size from 1.
+    """
 
     attend: Callable  # this function and the next run inside `shard_map`; see strategy.py
     prepare: Callable
-    # `(spec, batch axes, *ranks)` -> the PartitionSpecs of the result of `prepare`
+    # `(spec, batch axes, ranks)` -> the PartitionSpecs of the result of `prepare`
     ranges_specs: Callable
     implicit_positions: bool  # without packed documents, its kernel calls have implicit positions
-    implicit_positions_in_windows: bool = False  # with sliding windows, too
+    # Also with a sliding window. Otherwise only the tokens that it reaches are sent: window_exchange.py.
+    attends_in_windows: bool = False
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -111,15 +118,22 @@ STRATEGIES: dict[str, Strategy] = {
         ulysses.prepare,
         ulysses.ranges_specs,
         implicit_positions=True,
-        implicit_positions_in_windows=True,
-    ),
-    "hybrid": Strategy(
-        ulysses.hybrid_attend,
-        ulysses.hybrid_prepare,
-        ring.ranges_specs,
-        implicit_positions=True,
+        attends_in_windows=True,
     ),
 }
+STRATEGIES["hybrid"] = STRATEGIES["ring"]  # of groups of ranks, which exchange heads for tokens
+_WINDOWS = Strategy(
+    window_exchange.attend,
+    window_exchange.prepare,
+    window_exchange.ranges_specs,
+    implicit_positions=False,
+)
+
+
+def strategy_of(config: AttentionConfig, window: int | None) -> Strategy:
+    """The strategy of layers with this window."""
+    strategy = STRATEGIES[known_strategy(config.strategy)]
+    return strategy if window is None or strategy.attends_in_windows else _WINDOWS
 
 
 def choose(
@@ -151,10 +165,7 @@ def choose(
     Raises:
       UserError, Unsupported: as `choose_kernel`.
     """
-    strategy = STRATEGIES[known_strategy(config.strategy)]
-    implicit_positions = (
-        strategy.implicit_positions_in_windows if window else strategy.implicit_positions
-    )
+    implicit_positions = strategy_of(config, window).implicit_positions
     if ring_ranks is None:
         context = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
         inner = {"ulysses": context, "hybrid": config.ulysses_degree}.get(config.strategy, 1)
@@ -166,7 +177,7 @@ def choose(
         value_dim=value_dim or head_dim,
         window=window,
         implicit_positions=implicit_positions and not packed,
-        document_ranges=packed and strategy.implicit_positions and window is None,
+        document_ranges=packed and implicit_positions and window is None,
         window_ranges=window is not None
         and not shared_prefixes
         and (not packed or ring_ranks == 1),
@@ -344,9 +355,8 @@ class ShardedAttention:
 
     @property
     def _ranges_specs(self):
-        return STRATEGIES[self.config.strategy].ranges_specs(
-            self.spec, self.axes.batch, *self.ranks
-        )
+        strategy = strategy_of(self.config, self.spec.window)
+        return strategy.ranges_specs(self.spec, self.axes.batch, self.ranks[0])
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
         split = shard_map(local, self.split_mesh, in_specs, out_specs)
@@ -381,7 +391,10 @@ def prepare_shard(
         tokens = tokens.map(lambda x_bt: to_zigzag(x_bt, all_ranks))
     if tokens.positions_BT is None:
         tokens = tokens._replace(positions_BT=all_ranks.positions(*tokens.segments_BT.shape))
-    return STRATEGIES[config.strategy].prepare(tokens, kernel, spec, *ranks)
+    outer, *inner = ranks
+    for group in inner:
+        tokens = ulysses.gather_tokens(tokens, group)
+    return strategy_of(config, spec.window).prepare(tokens, kernel, spec, outer)
 
 
 @jax.named_scope(scopes.CORE_ATTENTION)
@@ -408,10 +421,16 @@ def attend_shard(
     # out of the loop: T x S entries. The barrier ties them to the queries, so they are computed inside the loop, block
     # by block.
     q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
-    strategy = STRATEGIES[config.strategy]
+    outer, *inner = ranks
+
+    def attend(qkv: ShardedQKV) -> tuple[jax.Array, jax.Array]:
+        return strategy_of(config, spec.window).attend(qkv, kernel, spec, outer)
+
+    for group in inner:
+        attend = functools.partial(ulysses.exchange, attend, ranks=group)
     with jax.named_scope(scopes.SLIDING_WINDOW) if spec.window else nullcontext():
         qkv = ShardedQKV(q_btnH, k_bskH, v_bskH, key_ranges, sinks_n)
-        out_btnH, lse_bnt = strategy.attend(qkv, kernel, spec, *ranks)
+        out_btnH, lse_bnt = attend(qkv)
     if token_order == "natural":
         return to_natural(out_btnH, all_ranks), to_natural(lse_bnt, all_ranks, dim=2)
     return out_btnH, lse_bnt

@@ -3,8 +3,8 @@ axes, checks of shapes.
 
 Every strategy is two functions that run inside `shard_map`, on this rank's shard of the sequence:
 
-    prepare(tokens: TokenInfo, kernel, spec, *ranks) -> ranges    once per training step
-    attend(qkv: ShardedQKV, kernel, spec, *ranks) -> (out_btnH in q's dtype, lse_bnt float32)
+    prepare(tokens: TokenInfo, kernel, spec, ranks) -> ranges     once per training step
+    attend(qkv: ShardedQKV, kernel, spec, ranks) -> (out_btnH in q's dtype, lse_bnt float32)
 
 `ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the
 kernel's `prepare` computed from them.

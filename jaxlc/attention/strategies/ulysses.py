@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies import ring
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
@@ -66,8 +65,7 @@ def gather_tokens(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
 def attend(
     qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
-    `ring.attend`.
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
 
     Raises:
       Unsupported: the query or key/value heads of a rank do not split over the context axis.
@@ -137,23 +135,3 @@ def _tokens_to_heads(x_bTnH: jax.Array, ranks: Ranks) -> jax.Array:
 
 def _to_natural(x_bT: jax.Array, num_ranks: int) -> jax.Array:
     return x_bT[:, natural_order(zigzag_order(x_bT.shape[1], num_ranks))]
-
-
-def hybrid_prepare(
-    tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, outer: Ranks, inner: Ranks
-):
-    """The `ranges` of `attend`, as `ring.prepare`; of all tokens of the group, in natural order."""
-    return ring.prepare(gather_tokens(tokens, inner), kernel, spec, outer)
-
-
-def hybrid_attend(
-    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, outer: Ranks, inner: Ranks
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
-    `ring.attend`.
-
-    Raises:
-      Unsupported: the query or key/value heads of a rank do not split over the inner ranks.
-    """
-    attend_group = functools.partial(ring.attend, kernel=kernel, spec=spec, ranks=outer)
-    return exchange(attend_group, qkv, inner)

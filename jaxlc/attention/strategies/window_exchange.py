@@ -25,8 +25,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults, TreeRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.key_ranges import (
     TokenInfo,
     first_own_key,
@@ -150,7 +151,7 @@ class WindowKeys(NamedTuple):
 
 
 def prepare(
-    tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 1
+    tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks, chunks: int = 1
 ) -> WindowKeys | KeyRanges:
     """The `ranges` of `attend`, once per training step. One rank needs no exchange: KeyRanges over its own tokens.
 
@@ -192,6 +193,11 @@ def prepare(
     return WindowKeys(
         sent_bC, *jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *parts)
     )
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
+    """The PartitionSpec of all arrays of `prepare`."""
+    return PartitionSpec(batch_axes, ranks.axis)
 
 
 def num_extended_keys(
@@ -249,7 +255,7 @@ _attend = attention_vjp(_forward, _backward)
 
 
 def attend(qkv: ShardedQKV, *settings) -> tuple[jax.Array, jax.Array]:
-    """As `ring.attend`, in the window of the spec; without ranges, tokens are in zigzag order."""
+    """See `sharded_attention.Strategy`; without ranges, tokens are in zigzag order."""
     attend_window = _attend_in_zigzag_order if qkv.ranges is None else _attend
     return attend_window(qkv, *settings)
 
