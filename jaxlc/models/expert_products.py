@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlc import _jax_internals
-from jaxlc.attention.kernels.packed_check import check_error, results_among_nan
+from jaxlc.attention.kernels.packed_check import largest_error, measured_error
 from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import scopes
 from jaxlc.core.axes import MESH_AXES
@@ -401,20 +401,21 @@ def check_mosaic_product(
     Raises:
       UserError: a kernel fails, or a result is wrong.
     """
-    largest = 0.0
-    with jax.default_device(device):
+
+    def error(inputs, actual):
+        return largest_error(actual, _results(block_product, *inputs))
+
+    def comparisons():
         for dims in ((model_dim, ffn_dim), (ffn_dim, model_dim)):
             inputs = _inputs(num_experts, *dims, dtype)
-            call = functools.partial(_results, mosaic_product, *inputs)
-            results = results_among_nan(call, device, "the Mosaic kernels of experts fail", _ADVICE)
-            errors = jax.device_get(
-                jax.tree.map(_relative_error, results, _results(block_product, *inputs))
+            yield (
+                functools.partial(_results, mosaic_product, *inputs),
+                functools.partial(error, inputs),
             )
-            largest = max(
-                largest, *(float(error) if np.isfinite(error) else np.inf for error in errors)
-            )
-    check_error(largest, device, "the Mosaic kernels of experts are wrong", _ADVICE)
-    return f"kernel     mosaic for experts: relative error {largest:.1e} on {device.device_kind}, measured now"
+
+    messages = "the Mosaic kernels of experts fail", "the Mosaic kernels of experts are wrong"
+    measured = measured_error(comparisons(), device, messages, _ADVICE)
+    return f"kernel     mosaic for experts: {measured}"
 
 
 def _inputs(num_experts: int, depth: int, width: int, dtype) -> tuple[jax.Array, ...]:
@@ -439,9 +440,3 @@ def _results(product: Callable, x, w, expert_n, dout) -> tuple[jax.Array, ...]:
         return out, *vjp(dout)
 
     return jax.jit(results)(x, w, expert_n, dout)
-
-
-@jax.jit
-def _relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
-    return jnp.linalg.norm((actual - expected).reshape(-1)) / jnp.linalg.norm(expected.reshape(-1))

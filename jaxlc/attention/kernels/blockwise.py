@@ -93,19 +93,12 @@ def block_operands(
 
 def query_stats(num_kv_heads: int, results: QueryResults, spec: AttentionSpec) -> QueryStats:
     """For all key/value heads: each array with a leading K."""
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    block_tokens = _block_tokens(spec.query_block_tokens, out_BTNH.shape[1], spec)
-    delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
-    delta_BTN -= dlse_BNT.swapaxes(1, 2)
-    lse_BTN = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT).swapaxes(1, 2)
+    block_tokens = _block_tokens(spec.query_block_tokens, results.out_BTNH.shape[1], spec)
     lse, delta = (
-        _split_heads(x[..., None], num_kv_heads, block_tokens) for x in (lse_BTN, delta_BTN)
+        _split_heads(x_BNT.swapaxes(1, 2)[..., None], num_kv_heads, block_tokens).swapaxes(3, 4)
+        for x_BNT in (results.finite_lse_BNT, results.delta_BNT)
     )
-    return QueryStats(
-        _split_heads(dout_BTNH, num_kv_heads, block_tokens),
-        lse.swapaxes(3, 4),
-        delta.swapaxes(3, 4),
-    )
+    return QueryStats(_split_heads(results.dout_BTNH, num_kv_heads, block_tokens), lse, delta)
 
 
 def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):

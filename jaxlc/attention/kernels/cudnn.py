@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxlc._jax_internals import (
     changed_cudnn_attention,
@@ -33,6 +32,7 @@ from jaxlc.attention.contract import (
     KernelOfCalls,
     KeyRanges,
     QueryResults,
+    add_dlse_term,
 )
 from jaxlc.attention.kernels import cudnn_packed
 from jaxlc.attention.kernels.cudnn_packed import (
@@ -71,8 +71,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"platform {problem.platform} (supported: gpu)"
     if (changed := changed_cudnn_attention()) is not None:
         return f"{changed} (supported: JAX 0.10.1 to 0.12)"
-    major = (problem.compute_capability or "").partition(".")[0]
-    if not major.isdigit() or int(major) < 8:
+    if problem.major_capability < 8:
         return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
     if problem.cudnn_version == ():
         return "cuDNN is not installed (supported: 9.8 and later)"
@@ -83,18 +82,18 @@ def unsupported(problem: AttentionProblem) -> str | None:
         )
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
-    max_head_dim = _MAX_HEAD_DIM.get(int(major), _OTHER_MAX_HEAD_DIM)
+    max_head_dim = _MAX_HEAD_DIM.get(problem.major_capability, _OTHER_MAX_HEAD_DIM)
     if problem.head_dim > max_head_dim or problem.head_dim % _HEAD_DIM_MULTIPLE:
         return (
             f"head dim {problem.head_dim} on compute capability {problem.compute_capability} (supported: multiples of"
             f" {_HEAD_DIM_MULTIPLE} up to {max_head_dim})"
         )
     if problem.value_dim != problem.head_dim:
-        return _value_dim_unsupported(problem, int(major))
-    return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
+        return _value_dim_unsupported(problem)
+    return None if problem.implicit_positions else _packed_unsupported(problem)
 
 
-def _value_dim_unsupported(problem: AttentionProblem, major: int) -> str | None:
+def _value_dim_unsupported(problem: AttentionProblem) -> str | None:
     """Why calls do not support values that are narrower or wider than queries.
 
     Packed calls have one array of offsets for keys and values, in elements, so their rows have the
@@ -105,7 +104,7 @@ def _value_dim_unsupported(problem: AttentionProblem, major: int) -> str | None:
     name = f"head dim {problem.value_dim} of values"
     if not problem.implicit_positions:
         return f"{name} with key ranges (supported: head dim of queries, {problem.head_dim})"
-    if major < 9 or (version is not None and version < first):
+    if problem.major_capability < 9 or (version is not None and version < first):
         needed = f"compute capability 9.0 and cuDNN {version_text(first)}"
         return (
             f"{name} (supported: head dim of queries, {problem.head_dim}; others from {needed} on)"
@@ -115,18 +114,18 @@ def _value_dim_unsupported(problem: AttentionProblem, major: int) -> str | None:
     return None
 
 
-def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
+def _packed_unsupported(problem: AttentionProblem) -> str | None:
     """Why packed calls do not support `problem`."""
     if not problem.document_ranges:
         return "key ranges of all_gather, sliding windows or decoding (supported: packed documents without a window)"
-    if major < 9:
+    if problem.major_capability < 9:
         return f"packed documents on compute capability {problem.compute_capability} (supported: 9.0 and later)"
     if problem.num_elements >= MAX_ELEMENTS:
         return (
             f"packed documents with {problem.num_elements} elements of queries or keys per device"
             " (supported: fewer than 2^31, since offsets are int32)"
         )
-    first, defect = _FIRST_VERSION_FOR_PACKED.get(major, ((), ""))
+    first, defect = _FIRST_VERSION_FOR_PACKED.get(problem.major_capability, ((), ""))
     if problem.cudnn_version is not None and problem.cudnn_version < first:
         return (
             f"packed documents with cuDNN {version_text(problem.cudnn_version)} on compute capability"
@@ -145,8 +144,7 @@ def assumption(problem: AttentionProblem) -> str | None:
         return f"assumes cuDNN {version_text(_FIRST_VERSION_FOR_VALUE_DIM)} or later"
     if not problem.document_ranges:
         return None
-    major = int((problem.compute_capability or "0").partition(".")[0])
-    first, _ = _FIRST_VERSION_FOR_PACKED.get(major, (None, ""))
+    first, _ = _FIRST_VERSION_FOR_PACKED.get(problem.major_capability, (None, ""))
     return first and f"assumes cuDNN {version_text(first)} or later"
 
 
@@ -184,10 +182,7 @@ class CallsByMask(KernelOfCalls):
     has the range [first, t + 1), where first is the index of its document's first query; otherwise all queries of a
     document have the same range.
 
-    The kernel has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals
-    the ds of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to
-    the dtype of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the
-    second call.
+    The kernel has no gradient of the lse; `contract.add_dlse_term` adds it, rounded to the dtype of q as out is.
     """
 
     def __init__(
@@ -226,25 +221,16 @@ class CallsByMask(KernelOfCalls):
             out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
             return call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
 
-        def add_dlse_term(dq_BTNH, dk_BSKH):
-            is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
-            ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
-            dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
-            dq_term_BTNH, dk_term_BSKH, _ = calls(
-                ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH
-            ).values()
-            return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
+        def gradients(*operands) -> tuple[jax.Array, ...]:
+            return calls(*operands).values()
 
-        # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time
-        # instead, which takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
-        has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
-        gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
+        first = calls(v_BSKH, out_BTNH, dout_BTNH)
 
         def joined(results):
-            *dqk, dv_BSKH = gradients.joined(results)
-            return *lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, *dqk), dv_BSKH
+            *dqk, dv_BSKH = first.joined(results)
+            return *add_dlse_term(gradients, v_BSKH, dlse_BNT, *dqk), dv_BSKH
 
-        return CallResults(gradients.results, joined)
+        return CallResults(first.results, joined)
 
 
 def workspace_bytes(

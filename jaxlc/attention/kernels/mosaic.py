@@ -37,7 +37,8 @@ from jaxlc.attention.contract import (
     AttentionSpec,
     KeyRanges,
     QueryResults,
-    implicit_ranges,
+    add_dlse_term,
+    explicit_ranges,
     pad_tokens,
 )
 from jaxlc.core import errors, hardware, scopes
@@ -285,37 +286,20 @@ def backward(
 ):
     """See `contract.Kernel.backward`; raises as `forward`.
 
-    tokamax has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term
-    p dlse equals the ds of a second call with v = 0, dout = (1, 0, ..., 0) and out = (-dlse, 0,
-    ..., 0), which stays float32. Where the caller does not use the lse, dlse is a constant zero,
-    and XLA removes the second call.
+    tokamax has no gradient of the lse; `contract.add_dlse_term` adds it, in float32.
     """
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    # -inf in fully masked rows, whose range is empty
-    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)
+    lse_BTN = results.finite_lse_BNT.swapaxes(1, 2)
     call = functools.partial(
         tokamax_backward, scale=_scale(spec, q_BTNH), generation=target_generation()
     )
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
-        queries = _Queries(
-            q_BTNH, out_BTNH, lse_BNT.swapaxes(1, 2), dout_BTNH.astype(q_BTNH.dtype), *mask[:2]
-        )
+        queries = _Queries(q_BTNH, out_BTNH, lse_BTN, dout_BTNH.astype(q_BTNH.dtype), *mask[:2])
         return _gradients(call, queries, k_BSKH, v_BSKH, mask.is_causal)
 
-    def add_dlse_term(dq_BTNH, dk_BSKH):
-        is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
-        out_BTNH = jnp.where(is_first_H, -dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
-        dout_BTNH = jnp.broadcast_to(is_first_H, out_BTNH.shape)
-        dq_term_BTNH, dk_term_BSKH, _ = gradients(jnp.zeros_like(v_BSKH), out_BTNH, dout_BTNH)
-        return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
-
-    dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
-    # as in cudnn.py: XLA can evaluate it for a constant dlse
-    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
-    dq_BTNH, dk_BSKH = lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, dq_BTNH, dk_BSKH)
-    return dq_BTNH, dk_BSKH, dv_BSKH
+    *dqk, dv_BSKH = gradients(v_BSKH, results.out_BTNH, results.dout_BTNH)
+    return *add_dlse_term(gradients, v_BSKH, results.dlse_BNT, *dqk), dv_BSKH
 
 
 def target_generation() -> str:
@@ -444,16 +428,13 @@ def _mask(
     q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> KernelMask:
     """The mask of a call with padding of T and S: no query attends to padding keys."""
-    (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
+    num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     if ranges is None:
         if spec.causal and spec.window is None and num_queries == num_keys:
             return KernelMask(None, None, is_causal=True)  # keys that pad S come after all queries
         if not spec.causal and num_keys % BLOCK_TOKENS == 0:
             return KernelMask(None, None, is_causal=False)
-        start_T, end_T = implicit_ranges(spec, num_queries, num_keys)
-        start_T = jnp.zeros(num_queries, jnp.int32) if start_T is None else start_T
-        end_T = jnp.full(num_queries, num_keys, jnp.int32) if end_T is None else end_T
-        ranges = KeyRanges(*(jnp.broadcast_to(x, (batch, num_queries)) for x in (start_T, end_T)))
+    ranges = explicit_ranges(ranges, q_BTNH, num_keys, spec)
     return KernelMask(*_unordered_if_empty(ranges, num_keys), is_causal=False)
 
 

@@ -11,8 +11,8 @@ compares them with the reference before it trains:
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,21 +61,22 @@ def check_packed(
     Raises:
       UserError: a call fails, or a result is wrong.
     """
-    largest, (module, library, other) = 0.0, _KERNELS[kernel]
+    module, library, other = _KERNELS[kernel]
     advice = f"set --config.attention.kernel={other}, and report the GPU and the versions of JAX and {library}"
-    with jax.default_device(device):
-        problems, skipped = _problems(
-            device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements
-        )
+    problems, skipped = _problems(
+        device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements
+    )
+
+    def comparisons():
         for problem in problems:
-            ranges = problem.ranges()
-            inputs = problem.inputs(head_dim, dtype)
-            call = functools.partial(problem.results, module, ranges, *inputs)
-            failure = f"{library} fails on packed documents"
-            results = results_among_nan(call, device, failure, advice)
-            largest = max(largest, problem.error(ranges, inputs, results))
-    check_error(largest, device, f"{library} is wrong on packed documents", advice)
-    error = f"relative error {largest:.1e} on {device.device_kind}, measured now"
+            operands = problem.ranges(), problem.inputs(head_dim, dtype)
+            yield (
+                functools.partial(problem.results, module, *operands),
+                functools.partial(problem.error, *operands),
+            )
+
+    messages = f"{library} fails on packed documents", f"{library} is wrong on packed documents"
+    error = measured_error(comparisons(), device, messages, advice)
     return f"kernel     {kernel} on packed documents: {error}{skipped}"
 
 
@@ -121,8 +122,9 @@ class _Problem(NamedTuple):
         )
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def results(self, kernel, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
+    def results(self, kernel, ranges: KeyRanges, inputs) -> tuple[jax.Array, ...]:
         """(out, lse, dq, dk, dv), float32, of a kernel's module."""
+        q, k, v, dout = inputs
         out, lse = kernel.forward(q, k, v, ranges, self.spec)
         return (
             out,
@@ -140,9 +142,7 @@ class _Problem(NamedTuple):
         """
         if any(bool(jnp.isnan(x).any()) for x in results):
             return np.inf
-
-        actual, expected = jax.device_get(self._compared_rows(ranges, inputs, results))
-        return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
+        return largest_error(*self._compared_rows(ranges, inputs, results))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _compared_rows(self, ranges: KeyRanges, inputs, results):
@@ -211,23 +211,35 @@ def _problems(
     ], ""
 
 
-def results_among_nan(call: Callable, device: jax.Device, failure: str, advice: str) -> Any:
-    """The results of `call()` after free memory was filled with NaN. Raises UserError, which begins
-    with `failure`.
+def measured_error(
+    comparisons: Iterable[tuple[Callable, Callable]],
+    device: jax.Device,
+    messages: tuple[str, str],
+    advice: str,
+) -> str:
+    """The largest error of some calls, each after free memory was filled with NaN, as a text.
+
+    Args:
+      comparisons: pairs of a call, and of a function that returns the error of its results.
+      messages: the beginnings of the errors for a call that fails, and for wrong results.
+    Raises:
+      UserError: a call fails, or an error is above MAX_ERROR.
     """
-    fill_free_memory_with_nan(device)
-    try:
-        return jax.block_until_ready(call())
-    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"{failure} on {device} ({reason_of(error)}): {advice}") from error
-
-
-def check_error(largest: float, device: jax.Device, failure: str, advice: str) -> None:
-    """Raises UserError, which begins with `failure`, if the error is above MAX_ERROR or NaN."""
-    if not largest <= MAX_ERROR:
+    largest = 0.0
+    failure, wrong = messages
+    with jax.default_device(device):
+        for call, error_of in comparisons:
+            fill_free_memory_with_nan(device)
+            try:
+                results = jax.block_until_ready(call())
+            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+                raise UserError(f"{failure} on {device} ({reason_of(error)}): {advice}") from error
+            largest = max(largest, error_of(results))
+    if largest > MAX_ERROR:
         raise UserError(
-            f"{failure} on {device}: relative error {largest:.2g}, expected at most {MAX_ERROR:g}: {advice}"
+            f"{wrong} on {device}: relative error {largest:.2g}, expected at most {MAX_ERROR:g}: {advice}"
         )
+    return f"relative error {largest:.1e} on {device.device_kind}, measured now"
 
 
 def fill_free_memory_with_nan(device: jax.Device) -> None:
@@ -262,13 +274,19 @@ def _free_bytes(device: jax.Device) -> int | None:
     return None
 
 
-def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative norm of the error. Infinite unless the same entries are -inf: the lse of fully
-    masked rows.
+def largest_error(actual: Sequence[jax.Array], expected: Sequence[jax.Array]) -> float:
+    """The largest relative norm of the errors of some arrays; infinite for NaN, and unless the same
+    entries are -inf: the lse of fully masked rows.
     """
-    is_masked = np.isneginf(expected)
-    if (np.isneginf(actual) != is_masked).any():
-        return np.inf
-    actual, expected = (np.where(is_masked, 0, x) for x in (actual, expected))
-    error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-    return error if np.isfinite(error) else np.inf
+    return max(float(_error(*pair)) for pair in zip(actual, expected, strict=True))
+
+
+@jax.jit
+def _error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    actual, expected = (x.astype(jnp.float32).reshape(-1) for x in (actual, expected))
+    is_masked = jnp.isneginf(expected)
+    error, norm = (
+        jnp.linalg.norm(jnp.where(is_masked, 0.0, x)) for x in (actual - expected, expected)
+    )
+    is_valid = (jnp.isneginf(actual) == is_masked).all() & jnp.isfinite(error / norm)
+    return jnp.where(is_valid, error / norm, jnp.inf)

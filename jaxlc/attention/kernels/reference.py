@@ -13,7 +13,7 @@ from jaxlc.attention.contract import (
     AttentionSpec,
     KeyRanges,
     QueryResults,
-    implicit_ranges,
+    explicit_ranges,
 )
 
 # the default on GPUs is TF32
@@ -24,17 +24,22 @@ def unsupported(problem: AttentionProblem) -> None:
     """See `contract.Kernel.unsupported`. Every problem is supported on every platform."""
 
 
-def _dense_mask_BNTS(
+def _repeated(x_BSKH: jax.Array, num_heads: int) -> jax.Array:
+    """[B, S, N, H], float32: a key/value head for each query head."""
+    num_groups = num_heads // x_BSKH.shape[2]
+    return jnp.repeat(x_BSKH.astype(jnp.float32), num_groups, axis=2)
+
+
+def _scores_BNTS(
     q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> jax.Array:
-    (batch, num_queries, num_heads, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
-    if ranges is None:
-        start_T, end_T = implicit_ranges(spec, num_queries, num_keys)
-        bounds = 0 if start_T is None else start_T, num_keys if end_T is None else end_T
-        ranges = KeyRanges(*(jnp.broadcast_to(x, (batch, num_queries)) for x in bounds))
-    return jnp.broadcast_to(
-        ranges.dense_mask_BTS(num_keys)[:, None], (batch, num_heads, num_queries, num_keys)
-    )
+    """The scaled scores, float32; -inf where the query does not attend to the key."""
+    num_keys = k_BSKH.shape[1]
+    k_BSNH = _repeated(k_BSKH, q_BTNH.shape[2])
+    scores_BNTS = _einsum("BTNH,BSNH->BNTS", q_BTNH.astype(jnp.float32), k_BSNH)
+    mask_BTS = explicit_ranges(ranges, q_BTNH, num_keys, spec).dense_mask_BTS(num_keys)
+    scale = spec.scale_for(q_BTNH.shape[-1])
+    return jnp.where(mask_BTS[:, None], scale * scores_BNTS, -jnp.inf)
 
 
 def forward(
@@ -45,20 +50,15 @@ def forward(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(scale q k^T) v over the visible keys. Returns (out_BTNH, lse_BNT), both float32."""
-    q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
-    num_groups = q_BTNH.shape[2] // k_BSKH.shape[2]
-    k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
-    scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * _einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
+    scores_BNTS = _scores_BNTS(q_BTNH, k_BSKH, ranges, spec)
     # For fully masked rows the maximum and the sum are replaced, so that no gradient contains inf -
     # inf.
-    is_empty_BNT = ~mask_BNTS.any(axis=-1)
-    masked_BNTS = jnp.where(mask_BNTS, scores_BNTS, -jnp.inf)
-    max_BNT = jax.lax.stop_gradient(jnp.where(is_empty_BNT, 0.0, masked_BNTS.max(axis=-1)))
-    weights_BNTS = jnp.where(
-        mask_BNTS, jnp.exp(jnp.where(mask_BNTS, scores_BNTS - max_BNT[..., None], 0.0)), 0.0
-    )
+    max_BNT = jax.lax.stop_gradient(scores_BNTS.max(axis=-1))
+    is_empty_BNT = jnp.isneginf(max_BNT)
+    max_BNT = jnp.where(is_empty_BNT, 0.0, max_BNT)
+    weights_BNTS = jnp.exp(scores_BNTS - max_BNT[..., None])
     total_BNT = jnp.where(is_empty_BNT, 1.0, weights_BNTS.sum(axis=-1))
+    v_BSNH = _repeated(v_BSKH, q_BTNH.shape[2])
     out_BTNH = _einsum("BNTS,BSNH->BTNH", weights_BNTS / total_BNT[..., None], v_BSNH)
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
 
@@ -70,26 +70,16 @@ def backward(
     float32.
 
     With the global lse, p = exp(scores - lse) are the attention weights of this block's keys, and
-    ds = p (dout . v - dout . out + dlse) (FlashAttention, section 3.1 and appendix B.2).
+    ds = p (dout . v - dout . out + dlse) (FlashAttention, section 3.1 and appendix B.2). These are
+    the gradients of sum(dout . p v) - sum(delta p) with a constant lse.
     """
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    scale = spec.scale_for(q_BTNH.shape[-1])
-    q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH = (
-        x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
-    )
-    batch, num_keys, num_kv_heads = k_BSKH.shape[:3]
-    num_groups = q_BTNH.shape[2] // num_kv_heads
-    k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
-    scores_BNTS = scale * _einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
-    p_BNTS = jnp.where(mask_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
-    delta_BNT = _einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
-    ds_BNTS = p_BNTS * (_einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])
 
-    def sum_groups(x_BSNH):
-        return x_BSNH.reshape(batch, num_keys, num_kv_heads, num_groups, -1).sum(axis=3)
+    def weighted(q_BTNH, k_BSKH, v_BSKH):
+        scores_BNTS = _scores_BNTS(q_BTNH, k_BSKH, ranges, spec)
+        p_BNTS = jnp.exp(scores_BNTS - results.finite_lse_BNT[..., None])
+        v_BSNH = _repeated(v_BSKH, q_BTNH.shape[2])
+        return _einsum("BNTS,BSNH->BTNH", p_BNTS, v_BSNH), p_BNTS.sum(axis=-1)
 
-    dq_BTNH = scale * _einsum("BNTS,BSNH->BTNH", ds_BNTS, k_BSNH)
-    dk_BSNH = scale * _einsum("BNTS,BTNH->BSNH", ds_BNTS, q_BTNH)
-    dv_BSNH = _einsum("BNTS,BTNH->BSNH", p_BNTS, dout_BTNH)
-    return dq_BTNH, sum_groups(dk_BSNH), sum_groups(dv_BSNH)
+    operands = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
+    _, gradients = jax.vjp(weighted, *operands)
+    return gradients((results.dout_BTNH.astype(jnp.float32), -results.delta_BNT))

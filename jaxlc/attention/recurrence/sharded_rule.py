@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -226,7 +225,7 @@ def check_kernel(device: jax.Device, *, key_dim: int, value_dim: int, dtype=jnp.
     Raises:
       UserError: a kernel fails, or a result is wrong.
     """
-    failure = "the Pallas kernels of the delta rule"
+    kernels = "the Pallas kernels of the delta rule"
 
     def results(*arrays, uses_kernel: bool):
         def run(q, k, v, g, beta, S_BHKV):
@@ -246,19 +245,16 @@ def check_kernel(device: jax.Device, *, key_dim: int, value_dim: int, dtype=jnp.
     with jax.default_device(device):
         q, k, v, g, *others = random_tokens(num_tokens, 1, 2, key_dim, value_dim, dtype)
         g = jnp.where((index_T % 50 == 20)[:, None], -1000.0, g)
-        arrays = q, k, v, g, *others
-        calls = [
-            functools.partial(jax.jit(functools.partial(results, uses_kernel=uses)), *arrays)
+        call, expected = (
+            functools.partial(
+                jax.jit(functools.partial(results, uses_kernel=uses)), q, k, v, g, *others
+            )
             for uses in (True, False)
-        ]
-        actual = packed_check.results_among_nan(calls[0], device, f"{failure} fail", _KERNEL_ADVICE)
-        pairs = zip(actual, calls[1](), strict=True)
-        largest = max(
-            packed_check.relative_error(*(np.asarray(x, np.float32) for x in pair))
-            for pair in pairs
         )
-    packed_check.check_error(largest, device, f"{failure} are wrong", _KERNEL_ADVICE)
-    return f"kernel     pallas for the delta rule: relative error {largest:.1e} on {device.device_kind}, measured now"
+    comparison = call, lambda actual: packed_check.largest_error(actual, expected())
+    messages = f"{kernels} fail", f"{kernels} are wrong"
+    error = packed_check.measured_error([comparison], device, messages, _KERNEL_ADVICE)
+    return f"kernel     pallas for the delta rule: {error}"
 
 
 def random_tokens(
