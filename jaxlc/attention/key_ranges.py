@@ -27,7 +27,8 @@ The values were chosen for an H100 from the register and shared memory use that 
 (docs/log.md). They were timed on one (benchmarks/2026-11-26-h100.md); other values were not.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -153,9 +154,6 @@ def ring_key_ranges(
 
     In step i, the block has the tokens of rank - i. Call inside `shard_map`.
     """
-    if ranks.size == 1:
-        ranges = key_ranges(tokens, tokens, spec)
-        return jax.tree.map(lambda x: x[None], ranges)
     blocks = _ring_blocks(tokens, ranks)
     return jax.vmap(lambda block: key_ranges(tokens, block, spec))(blocks)
 
@@ -232,23 +230,16 @@ class TuningParams:
     num_stages: int  # blocks in flight between global and shared memory
 
 
-_HALF_PRECISION = {
-    "flash_forward": TuningParams(
-        query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2
-    ),
-    "flash_dq": TuningParams(
-        query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2
-    ),
-    "flash_dkv": TuningParams(
-        query_block_tokens=64, kv_block_tokens=128, num_warps=8, num_stages=2
-    ),
-}
+_HALF_PRECISION = TuningParams(
+    query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2
+)
+_HALF_PRECISION_OF = {"flash_dkv": replace(_HALF_PRECISION, query_block_tokens=64)}
 # Operands of twice the size, multiplied without tensor cores.
 _FLOAT32 = TuningParams(query_block_tokens=32, kv_block_tokens=32, num_warps=4, num_stages=1)
 
 MIN_BLOCK_TOKENS = 16  # the smallest dimension of a matrix product in Triton
 MAX_HEAD_DIM = 128  # a block with a larger head dim does not fit into the registers
-MAX_BLOCK_RANGES = 8  # ranges in the list of blocks that a program loops over; see block_mask.py
+MAX_BLOCK_RANGES = 8  # ranges in the list of blocks that a program loops over
 
 
 # Compute capabilities with 99 KiB of shared memory for a block of threads; data-center GPUs have
@@ -258,8 +249,8 @@ SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
 
 
 def tuning_params(kernel: str, dtype: str) -> TuningParams:
-    """The parameters for a kernel, by its name in this table, and a dtype such as "bfloat16"."""
-    return _FLOAT32 if dtype == "float32" else _HALF_PRECISION[kernel]
+    """The parameters for a kernel, such as "flash_dkv", and a dtype such as "bfloat16"."""
+    return _FLOAT32 if dtype == "float32" else _HALF_PRECISION_OF.get(kernel, _HALF_PRECISION)
 
 
 # (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a fully masked row.
@@ -295,37 +286,49 @@ class BlockMask:
         return None if self.window is None else end - self.window, end
 
 
-def kv_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
-    """The ranges of KV blocks for each query block: int32 [B or 1, query blocks, ranges, 3]."""
+def kv_block_ranges(
+    ranges: Ranges | None, mask: BlockMask, *, transposed: bool = False
+) -> jax.Array:
+    """The ranges of KV blocks for each query block: int32 [B or 1, query blocks, ranges, 3].
+
+    With `transposed`, the ranges of query blocks for each KV block: [B or 1, KV blocks, ranges, 3].
+    """
+    sides = (
+        _Side(mask.first_query, mask.num_queries, mask.query_block),
+        _Side(0, mask.num_keys, mask.kv_block),
+    )
+    limits = (mask.window, 1) if mask.causal else (None, None)
+    if transposed:
+        sides, limits = sides[::-1], limits[::-1]
     if ranges is None:
-        back, ahead = (mask.window, 1) if mask.causal else (None, None)
-        q_side = _Side(mask.first_query, mask.num_queries, mask.query_block)
-        return _implicit_ranges(q_side, _Side(0, mask.num_keys, mask.kv_block), back, ahead)
-    some, every = _visibility(ranges, mask)
-    return _block_ranges(some, every, num_whole_blocks=mask.num_keys // mask.kv_block)
+        return _implicit_ranges(*sides, *limits)
+    visible = _visibility(ranges, mask)
+    if transposed:
+        visible = [x.swapaxes(1, 2) for x in visible]
+    _, other = sides
+    return _block_ranges(*visible, num_whole_blocks=other.num_tokens // other.block)
+
+
+query_block_ranges = functools.partial(kv_block_ranges, transposed=True)
 
 
 def rectangle_block_ranges(start_BI: jax.Array, end_BI: jax.Array, kv_block: int) -> jax.Array:
     """`kv_block_ranges` where all queries of block I attend to the keys start <= s < end: int32 [B,
     I, 2, 3].
     """
-    start = start_BI // kv_block
-    end = jnp.maximum(start, -(-end_BI // kv_block))
-    full = jnp.minimum(-(-start_BI // kv_block), end)
-    full_end = jnp.maximum(full, end_BI // kv_block)
-    return jnp.stack(
-        [jnp.stack(x, axis=-1) for x in ((start, full, full_end), (full_end, end, end))], axis=-2
-    )
+    return _two_ranges(start_BI, end_BI, start_BI, end_BI, kv_block)
 
 
-def query_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
-    """The ranges of query blocks for each KV block: int32 [B or 1, KV blocks, ranges, 3]."""
-    if ranges is None:
-        back, ahead = (1, mask.window) if mask.causal else (None, None)
-        q_side = _Side(mask.first_query, mask.num_queries, mask.query_block)
-        return _implicit_ranges(_Side(0, mask.num_keys, mask.kv_block), q_side, back, ahead)
-    some, every = (x.swapaxes(1, 2) for x in _visibility(ranges, mask))
-    return _block_ranges(some, every, num_whole_blocks=mask.num_queries // mask.query_block)
+def _two_ranges(start, end, full, full_end, block: int) -> jax.Array:
+    """The ranges of blocks where some tokens see the tokens start .. end - 1 of the other side, and
+    all of them the tokens full .. full_end - 1: int32 [..., 2, 3].
+    """
+    start //= block
+    end = jnp.maximum(start, -(-end // block))
+    full = jnp.clip(-(-full // block), start, end)
+    full_end = jnp.clip(full_end // block, full, end)
+    bounds = (start, full, full_end), (full_end, end, end)
+    return jnp.stack([jnp.stack(x, axis=-1) for x in bounds], axis=-2)
 
 
 class _Side(NamedTuple):
@@ -347,19 +350,8 @@ def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | No
     first = jnp.arange(0, own.num_tokens, own.block, dtype=jnp.int32)
     last = jnp.minimum(first + own.block, own.num_tokens) - 1
     first, last = (x + own.offset - other.offset for x in (first, last))
-
-    def blocks_before(index, rounding):  # counts blocks of the other side
-        return (jnp.clip(index, 0, other.num_tokens) + rounding) // other.block
-
-    start = blocks_before(first - back, 0)
-    end = blocks_before(last + ahead + 1, other.block - 1)
-    full = jnp.clip(blocks_before(last - back, other.block - 1), start, end)
-    full_end = jnp.clip(blocks_before(first + ahead + 1, 0), full, end)
-    two_ranges = (
-        (start, full, full_end),
-        (full_end, jnp.maximum(full_end, end), jnp.maximum(full_end, end)),
-    )
-    return jnp.stack([jnp.stack(bounds, axis=-1) for bounds in two_ranges], axis=-2)[None]
+    bounds = first - back, last + ahead + 1, last - back, first + ahead + 1
+    return _two_ranges(*(jnp.clip(x, 0, other.num_tokens) for x in bounds), other.block)[None]
 
 
 def _visibility(ranges: Ranges, mask: BlockMask) -> tuple[jax.Array, jax.Array]:

@@ -56,6 +56,20 @@ def _triton() -> ModuleType:
     return triton
 
 
+def run_kernel(
+    kernel: Callable, operands: tuple, *, num_warps: int, num_stages: int, **options: Any
+) -> Any:
+    """Runs `kernel` by `pl.pallas_call`, compiled, or interpreted on a CPU; the lowering selects by
+    its platform.
+    """
+    params = _triton().CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+    def run(interpret: bool):
+        return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, **options)
+
+    return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelParams:
     """What a kernel computes besides its operands, and how it is compiled."""
@@ -63,15 +77,22 @@ class KernelParams:
     mask: BlockMask
     scale: float
     tuning: TuningParams
-    interpret: bool
 
-    def pallas_call(self, kernel: Callable, **options: Any) -> Callable:
-        """`pl.pallas_call` with these parameters of the compiler."""
-        compiler_params = _triton().CompilerParams(
-            num_warps=self.tuning.num_warps, num_stages=self.tuning.num_stages
-        )
-        return pl.pallas_call(
-            kernel, compiler_params=compiler_params, interpret=self.interpret, **options
+    def run(self, kernel: Callable, operands: tuple, **options: Any) -> Any:
+        """`run_kernel` with these parameters; the first operands are q, k and v."""
+        q_BTNH, _, v = operands[:3]
+        return run_kernel(
+            functools.partial(
+                kernel,
+                mask=self.mask,
+                scale=self.scale,
+                head_dim=q_BTNH.shape[-1],
+                value_dim=v.shape[-1],
+            ),
+            operands,
+            num_warps=self.tuning.num_warps,
+            num_stages=self.tuning.num_stages,
+            **options,
         )
 
 
@@ -82,24 +103,16 @@ def padded(width: int) -> int:
     return max(16, pl.next_power_of_2(width))
 
 
-def load_2d(ref, first, num_rows: int, width: int) -> jax.Array:
-    """[block, H] from a reference to one block, whose first row is row `first` of `num_rows`."""
-    inside = _inside(ref.shape, first, num_rows, width)
-    return _triton().load(ref, mask=inside, other=None if inside is None else 0.0)
-
-
-def store_2d(ref, x_TH: jax.Array, first, num_rows: int, width: int) -> None:
-    _triton().store(ref, x_TH, mask=_inside(ref.shape, first, num_rows, width))
-
-
-def load_1d(ref, first, num_rows: int) -> jax.Array:
-    """[block], one element per token."""
-    inside = _inside_rows(ref.shape[0], first, num_rows)
+def load(ref, first, *size: int) -> jax.Array:
+    """The elements of a reference to one block, whose first row is row `first` of an array with
+    `size`: (rows, width), or (rows,) for a block with one element per token.
+    """
+    inside = _inside(ref.shape, first, *size)
     return _triton().load(ref, mask=inside, other=None if inside is None else 0)
 
 
-def store_1d(ref, x_T: jax.Array, first, num_rows: int) -> None:
-    _triton().store(ref, x_T, mask=_inside_rows(ref.shape[0], first, num_rows))
+def store(ref, x: jax.Array, first, *size: int) -> None:
+    _triton().store(ref, x, mask=_inside(ref.shape, first, *size))
 
 
 def _inside_rows(block: int, first, num_rows: int) -> jax.Array | None:
@@ -109,11 +122,11 @@ def _inside_rows(block: int, first, num_rows: int) -> jax.Array | None:
     return None if num_rows % block == 0 else first + jnp.arange(block) < num_rows
 
 
-def _inside(shape: tuple[int, int], first, num_rows: int, width: int) -> jax.Array | None:
+def _inside(shape: tuple[int, ...], first, num_rows: int, *width: int) -> jax.Array | None:
     rows = _inside_rows(shape[0], first, num_rows)
-    if width == shape[1]:
-        return None if rows is None else jnp.broadcast_to(rows[:, None], shape)
-    columns = jnp.broadcast_to((jnp.arange(shape[1]) < width)[None, :], shape)
+    if width == shape[1:]:
+        return rows if rows is None or not width else jnp.broadcast_to(rows[:, None], shape)
+    columns = jnp.broadcast_to((jnp.arange(shape[1]) < width[0])[None, :], shape)
     return columns if rows is None else columns & rows[:, None]
 
 
@@ -133,8 +146,7 @@ def load_mask(ranges: Ranges | None, first_T, first_S, mask: BlockMask, keys_fir
         start, end = mask.implicit_range(first_T + jnp.arange(mask.query_block, dtype=jnp.int32))
     else:  # queries past the end read as 0: an empty range
         start, end = (
-            load_1d(x.at[pl.ds(first_T, mask.query_block)], first_T, mask.num_queries)
-            for x in ranges
+            load(x.at[pl.ds(first_T, mask.query_block)], first_T, mask.num_queries) for x in ranges
         )
     dense_mask = None if end is None else keys < jnp.expand_dims(end, q_axis)
     if start is not None:
@@ -227,8 +239,8 @@ def flash_dq(
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, (num_keys,), heads_per_kv)
     own_1d = pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))
-    return params.pallas_call(
-        functools.partial(_dq_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim),
+    return params.run(
+        _dq_kernel, (q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks),
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
             own_rows(head_dim), all_keys(head_dim), all_keys(value_dim), key_ranges_specs(ranges),
@@ -237,17 +249,17 @@ def flash_dq(
         out_specs=own_rows(head_dim),
         out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32),
         name="flash_dq",
-    )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
+    )  # fmt: skip
 
 
 def _dq_kernel(
     q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dq_ref, *, mask, scale, head_dim, value_dim
 ):
     first_T = pl.program_id(0) * mask.query_block
-    q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
-    dout_TH = load_2d(stats.dout_BTNH, first_T, mask.num_queries, value_dim)
+    q_TH = load(q_ref, first_T, mask.num_queries, head_dim)
+    dout_TH = load(stats.dout_BTNH, first_T, mask.num_queries, value_dim)
     lse2_T, delta_T = (
-        load_1d(x, first_T, mask.num_queries) for x in (stats.lse2_BNT, stats.delta_BNT)
+        load(x, first_T, mask.num_queries) for x in (stats.lse2_BNT, stats.delta_BNT)
     )
 
     def loop_body(j, dq_TH, masked):
@@ -256,8 +268,8 @@ def _dq_kernel(
         # Without a mask, blocks are complete: a multiple of the block size needs no check of
         # bounds.
         num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
-        k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
-        v_SH = load_2d(v_ref.at[block], first_S, num_keys, value_dim)
+        k_SH = load(k_ref.at[block], first_S, num_keys, head_dim)
+        v_SH = load(v_ref.at[block], first_S, num_keys, value_dim)
         p_TS = jnp.exp2(scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True) - lse2_T[:, None])
         if masked and (mask_TS := load_mask(ranges, first_T, first_S, mask)) is not None:
             p_TS = jnp.where(mask_TS, p_TS, 0.0)
@@ -265,7 +277,7 @@ def _dq_kernel(
         return dq_TH + matmul(ds_TS.astype(k_SH.dtype), k_SH)
 
     dq_TH = loop_over_blocks(blocks_ref, loop_body, jnp.zeros(q_TH.shape, jnp.float32))
-    store_2d(dq_ref, scale * dq_TH, first_T, mask.num_queries, head_dim)
+    store(dq_ref, scale * dq_TH, first_T, mask.num_queries, head_dim)
 
 
 def flash_dkv(
@@ -290,8 +302,8 @@ def flash_dkv(
         )
 
     all_1d = pl.BlockSpec((None, heads_per_kv, num_queries), lambda j, n, b: (b, n, 0))
-    return params.pallas_call(
-        functools.partial(_dkv_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim),
+    return params.run(
+        _dkv_kernel, (q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks),
         grid=(pl.cdiv(num_keys, mask.kv_block), num_kv_heads, batch),
         in_specs=[
             all_queries(head_dim), own_rows(head_dim), own_rows(value_dim), key_ranges_specs(ranges),
@@ -300,7 +312,7 @@ def flash_dkv(
         out_specs=[own_rows(head_dim), own_rows(value_dim)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k_BSKH, v_BSKH)],
         name="flash_dkv",
-    )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
+    )  # fmt: skip
 
 
 def _dkv_kernel(
@@ -319,8 +331,8 @@ def _dkv_kernel(
     value_dim,
 ):
     first_S = pl.program_id(0) * mask.kv_block
-    k_SH = load_2d(k_ref, first_S, mask.num_keys, head_dim)
-    v_SH = load_2d(v_ref, first_S, mask.num_keys, value_dim)
+    k_SH = load(k_ref, first_S, mask.num_keys, head_dim)
+    v_SH = load(v_ref, first_S, mask.num_keys, value_dim)
 
     def loop_body(i, carry, masked, head):
         dk_SH, dv_SH = carry
@@ -332,11 +344,10 @@ def _dkv_kernel(
             if masked
             else mask.query_block * (mask.num_queries // mask.query_block)
         )
-        q_TH = load_2d(q_ref.at[block, head], first_T, num_queries, head_dim)
-        dout_TH = load_2d(stats.dout_BTNH.at[block, head], first_T, num_queries, value_dim)
+        q_TH = load(q_ref.at[block, head], first_T, num_queries, head_dim)
+        dout_TH = load(stats.dout_BTNH.at[block, head], first_T, num_queries, value_dim)
         lse2_T, delta_T = (
-            load_1d(x.at[head, block], first_T, num_queries)
-            for x in (stats.lse2_BNT, stats.delta_BNT)
+            load(x.at[head, block], first_T, num_queries) for x in (stats.lse2_BNT, stats.delta_BNT)
         )
         # The transposed weights are the first operand of both matrix products below.
         p_ST = jnp.exp2(scale * LOG2_E * matmul(k_SH, q_TH, transpose_b=True) - lse2_T[None, :])
@@ -354,8 +365,8 @@ def _dkv_kernel(
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k_SH, v_SH))
     dk_SH, dv_SH = lax.fori_loop(0, q_ref.shape[1], one_head, start)
-    store_2d(dk_ref, scale * dk_SH, first_S, mask.num_keys, head_dim)
-    store_2d(dv_ref, dv_SH, first_S, mask.num_keys, value_dim)
+    store(dk_ref, scale * dk_SH, first_S, mask.num_keys, head_dim)
+    store(dv_ref, dv_SH, first_S, mask.num_keys, value_dim)
 
 
 def flash_forward(
@@ -381,11 +392,8 @@ def flash_forward(
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, v.shape[1:-2], heads_per_kv)
-    kernel = functools.partial(
-        _kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim
-    )
-    return params.pallas_call(
-        kernel,
+    return params.run(
+        _kernel, (q_BTNH, k, v, ranges, blocks, layer_1),
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
             own_rows(head_dim), all_keys(head_dim), all_keys(value_dim),
@@ -398,7 +406,7 @@ def flash_forward(
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
         ],
         name="flash_forward",
-    )(q_BTNH, k, v, ranges, blocks, layer_1)  # fmt: skip
+    )  # fmt: skip
 
 
 def _kernel(
@@ -417,7 +425,7 @@ def _kernel(
     value_dim,
 ):
     first_T = pl.program_id(0) * mask.query_block
-    q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
+    q_TH = load(q_ref, first_T, mask.num_queries, head_dim)
     layer = () if layer_ref is None else (layer_ref[0],)
 
     def loop_body(j, carry, masked):
@@ -427,7 +435,7 @@ def _kernel(
         # Without a mask, blocks are complete: a multiple of the block size needs no check of
         # bounds.
         num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
-        k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
+        k_SH = load(k_ref.at[block], first_S, num_keys, head_dim)
         scores_TS = scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True)
         if masked and (mask_TS := load_mask(ranges, first_T, first_S, mask)) is not None:
             scores_TS = jnp.where(mask_TS, scores_TS, -jnp.inf)
@@ -435,7 +443,7 @@ def _kernel(
         finite_max_T = jnp.where(new_max_T == -jnp.inf, 0.0, new_max_T)  # -inf - -inf is NaN
         p_TS = jnp.exp2(scores_TS - finite_max_T[:, None])
         shrink_T = jnp.exp2(max_T - finite_max_T)
-        v_SH = load_2d(v_ref.at[block], first_S, num_keys, value_dim)
+        v_SH = load(v_ref.at[block], first_S, num_keys, value_dim)
         out_TH = shrink_T[:, None] * out_TH + matmul(p_TS.astype(v_SH.dtype), v_SH)
         return new_max_T, shrink_T * total_T + p_TS.sum(axis=1), out_TH
 
@@ -448,8 +456,8 @@ def _kernel(
     is_empty = total_T == 0.0
     total_T = jnp.where(is_empty, 1.0, total_T)
     lse_T = jnp.where(is_empty, -jnp.inf, LN_2 * (max_T + jnp.log2(total_T)))
-    store_2d(out_ref, out_TH / total_T[:, None], first_T, mask.num_queries, value_dim)
-    store_1d(lse_ref, lse_T, first_T, mask.num_queries)
+    store(out_ref, out_TH / total_T[:, None], first_T, mask.num_queries, value_dim)
+    store(lse_ref, lse_T, first_T, mask.num_queries)
 
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -459,10 +467,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
     """See `contract.Kernel.unsupported`."""
     if problem.platform not in ("gpu", "cpu"):
         return f"platform {problem.platform} (supported: gpu; cpu for tests)"
-    if problem.platform == "gpu":
-        major = (problem.compute_capability or "").partition(".")[0]
-        if not major.isdigit() or int(major) < 8:
-            return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
+    if problem.platform == "gpu" and problem.major_capability < 8:
+        return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
     for name, width in (
@@ -512,33 +518,21 @@ def backward(
 ):
     """See `contract.Kernel.backward`."""
 
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    delta_BTN = jnp.einsum(
-        "BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH))
-    )
-    stats = QueryStats(
-        dout_BTNH.astype(v_BSKH.dtype),
-        jnp.where(jnp.isneginf(lse_BNT), 0.0, LOG2_E * lse_BNT),
-        delta_BTN.swapaxes(1, 2) - dlse_BNT,
-    )
+    dout_BTNH = results.dout_BTNH.astype(v_BSKH.dtype)
+    stats = QueryStats(dout_BTNH, LOG2_E * results.finite_lse_BNT, results.delta_BNT)
     operands = (q_BTNH, k_BSKH, v_BSKH, ranges, stats)
     return _call(flash_dq, spec, operands), *_call(flash_dkv, spec, operands)
 
 
 def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
-    """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
-
+    """Runs `kernel` with the tuning parameters of its name."""
     q_BTNH, k = operands[:2]
-    tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
-    mask = _mask(kernel.__name__, q_BTNH, k, spec)
-
-    def run(interpret: bool):
-        scale = spec.scale_for(q_BTNH.shape[-1])
-        return functools.partial(
-            kernel, params=KernelParams(mask=mask, scale=scale, tuning=tuning, interpret=interpret)
-        )
-
-    return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
+    params = KernelParams(
+        mask=_mask(kernel.__name__, q_BTNH, k, spec),
+        scale=spec.scale_for(q_BTNH.shape[-1]),
+        tuning=tuning_params(kernel.__name__, q_BTNH.dtype.name),
+    )
+    return kernel(*operands, params=params)
 
 
 def _mask(kernel: str, q_BTNH: jax.Array, k: jax.Array, spec: AttentionSpec) -> BlockMask:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxlc.attention.kernels.pallas import run_kernel
 from jaxlc.core.errors import Unsupported
 
 # Less than `chunks.CHUNK_TOKENS`, which it divides: a program has several arrays [C, K] and [C, C] of
@@ -466,15 +467,9 @@ outputs.defvjp(_outputs_forward, _outputs_backward, optimize_remat=True)
 
 
 def _call(kernel: Callable, operands: tuple, *, params: dict, **options: Any) -> Any:
-    """Runs `kernel` compiled, or interpreted on a CPU. It gets references to the operands, and
-    a tuple of references to the results."""
-    from jax.experimental.pallas import triton  # see kernels/pallas.py
+    """Runs `kernel` with references to the operands, and a tuple of references to the results."""
 
-    def run(interpret: bool):
-        def body(*refs):
-            kernel(*refs[: len(operands)], refs[len(operands) :])
+    def body(*refs):
+        kernel(*refs[: len(operands)], refs[len(operands) :])
 
-        compiler_params = triton.CompilerParams(**params)
-        return pl.pallas_call(body, compiler_params=compiler_params, interpret=interpret, **options)
-
-    return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
+    return run_kernel(body, operands, **params, **options)
