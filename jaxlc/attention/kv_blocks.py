@@ -147,25 +147,7 @@ class GroupState(NamedTuple):
             lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks
         )
         results = out_PbtnH.astype(jnp.float32), lse_Pbnt
-        results = self._own_block_steps(
-            lambda step, carry: merge_step(step, kv_block, carry), results
-        )
-        if self.outer.size == 1:
-            return results
-
-        def attend_block(ring_step, block, results):
-            return self._remote_block_steps(
-                ring_step, lambda step, carry: merge_step(step, block, carry), results
-            )
-
-        def loop_body(ring_step, carry):
-            block, results = carry
-            in_flight = self._send(block)
-            return lax.optimization_barrier((in_flight, attend_block(ring_step, block, results)))
-
-        carry = lax.optimization_barrier((block, results))
-        block, results = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
-        return attend_block(self.outer.size - 1, block, results)
+        return self._over_blocks(merge_step, kv_block, block, results)
 
     def backward(
         self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_block, dkv_block
@@ -201,31 +183,49 @@ class GroupState(NamedTuple):
             return gradients_of_step(self._diagonal_step(subchunk), kv_block, dkv_block)[::-1]
 
         dkv_block, dq_PbtnH = lax.scan(diagonal, dkv_block, jnp.arange(self.num_tile_subchunks))
+
+        def send_gradient(gradients):
+            dq_PbtnH, dblock = gradients
+            dblock = self._send_in_place(dblock)
+            return (dq_PbtnH, dblock), dblock
+
         gradients = dq_PbtnH.astype(jnp.float32), dkv_block
-        gradients = self._own_block_steps(
-            lambda step, carry: add_step(step, kv_block, carry), gradients
+        gradients = self._over_blocks(add_step, kv_block, block, gradients, send_gradient)
+        if self.outer.size > 1:  # send dK/dV back to the owner rank
+            gradients, _ = send_gradient(gradients)
+        return gradients
+
+    def _over_blocks(
+        self, run_step: Callable, own_block, block, results, moved=lambda results: (results, None)
+    ):
+        """`results = run_step(step, block, results)` over the rest of the own block, and the blocks
+        of the other groups, of which `block` is the first.
+
+        Args:
+          moved: what is done with results before each other block; returns them, and what must be
+            available before that block is sent on.
+        """
+        results = self._own_block_steps(
+            lambda step, carry: run_step(step, own_block, carry), results
         )
         if self.outer.size == 1:
-            return gradients
+            return results
 
-        def add_block(ring_step, block, gradients):
+        def run_block(ring_step, block, results):
             return self._remote_block_steps(
-                ring_step, lambda step, carry: add_step(step, block, carry), gradients
+                ring_step, lambda step, carry: run_step(step, block, carry), results
             )
 
         def loop_body(ring_step, carry):
-            block, (dq_PbtnH, dblock) = carry
-            dblock = self._send_in_place(dblock)
-            in_flight = self._send(block, after=dblock)
-            return lax.optimization_barrier(
-                (in_flight, add_block(ring_step, block, (dq_PbtnH, dblock)))
-            )
+            block, results = carry
+            results, after = moved(results)
+            in_flight = self._send(block, after=after)
+            return lax.optimization_barrier((in_flight, run_block(ring_step, block, results)))
 
-        carry = lax.optimization_barrier((block, gradients))
-        block, (dq_PbtnH, dblock) = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
-        gradients = dq_PbtnH, self._send_in_place(dblock)
-        dq_PbtnH, dblock = add_block(self.outer.size - 1, block, gradients)
-        return dq_PbtnH, self._send_in_place(dblock)  # send dK/dV back to the owner rank
+        carry = lax.optimization_barrier((block, results))
+        block, results = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
+        results, _ = moved(results)
+        return run_block(self.outer.size - 1, block, results)
 
     def _diagonal_step(self, subchunk) -> KVBlockStep:
         """Causal attention of a sub-chunk to itself."""
