@@ -133,7 +133,9 @@ def run_layers(
 
     @jax.custom_vjp
     def through_layers(*operands):
-        return layers.run(*operands)
+        # XLA removes the residuals, which nothing reads here
+        results, _ = layers.forward(*operands)
+        return results
 
     through_layers.defvjp(layers.forward, layers.backward)
     return through_layers(x_BTD, stacked, shared)
@@ -159,20 +161,6 @@ class _PrefetchedLayers:
     places: Sequence[Place] | None
     fetch: Callable
     num_iterations: int
-
-    def run(self, x_BTD, stacked, shared):
-        def run_iteration(carry, _):
-            iteration, x_BTD, weights = carry
-            all_sums = []
-            for index, run in enumerate(self.runs):
-                prefetch = Prefetch(self._fetched(stacked, iteration, index + 1), weights)
-                (x_BTD, sums), weights = run(x_BTD, weights, shared, prefetch)
-                all_sums.append(sums)
-            return (iteration + 1, x_BTD, weights), self._of_iteration(all_sums)
-
-        first_carry = jnp.int32(0), x_BTD, self._fetched(stacked, 0, 0)
-        (_, x_BTD, _), sums = lax.scan(run_iteration, first_carry, length=self.num_iterations)
-        return x_BTD, sums
 
     def forward(self, x_BTD, stacked, shared):
         def run_iteration(carry, _):
