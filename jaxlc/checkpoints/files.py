@@ -32,18 +32,14 @@ from jax.experimental import multihost_utils
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import LockHeld, fingerprint_of, locked, read_json_file, replacing
+from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing
 from jaxlc.runtime.watchdog import Program, on_process_0, wait_for_processes
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays as stored: a PRNG key is stored as its words."""
-    words = {
-        name: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
-        for name, x in named_leaves(tree)
-    }
-    return {name: tuple(x.shape) for name, x in words.items()}
+    return {name: tuple(x.shape) for name, x in named_leaves(keys_as_words(tree))}
 
 
 def _is_key(x) -> bool:
@@ -98,7 +94,7 @@ def summaries_of(state) -> dict[str, Summary]:
     Arrays in host memory are copied to the device for this, one at a time.
     """
     names = [name for name, _ in named_leaves(state)]
-    leaves = jax.tree.leaves(state)
+    leaves = jax.tree.leaves(keys_as_words(state))
     groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
     words = np.concatenate([np.asarray(_words(group)) for group in groups])
     return {
@@ -160,8 +156,6 @@ def _words(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    if _is_key(x):
-        x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         return x
     return jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}")
@@ -234,8 +228,16 @@ def unreadable(directory: Path, step: int, problem: str) -> UserError:
     )
 
 
+class Damaged(Exception):
+    """A checkpoint cannot be read or used; the message says why."""
+
+
 def on_every_process(read: Callable):
-    """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
+    """Returns read().
+
+    Raises:
+      Damaged: on all processes, if it failed on any of them.
+    """
     result = None
     problem = None
     with quiet_failures():
@@ -252,7 +254,9 @@ def on_every_process(read: Callable):
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
         problem = f"process {failed.argmax()} could not read its part"
-    return (None, problem) if problem else (result, None)
+    if problem:
+        raise Damaged(problem)
+    return result
 
 
 def first_words(error: Exception) -> str:
@@ -567,19 +571,14 @@ def arrays_of(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, np.asarray(jax.tree.leaves(restored)[number])
 
 
-@contextlib.contextmanager
-def no_run_in(workdir: Path) -> Iterator[None]:
+def no_run_in(workdir: Path) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of the workdir, so that no run trains in it.
 
     Raises:
       UserError: a run does.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(workdir / LOCK_FILE, lambda holder: None, timeout_seconds=0))
-        except LockHeld as error:
-            raise UserError(f"{error} trains in {workdir}: stop it first") from None
-        yield
+    problem = f" trains in {workdir}: stop it first"
+    return locked(workdir / LOCK_FILE, lambda holder: None, timeout_seconds=0, problem=problem)
 
 
 def remove(path: Path) -> None:

@@ -2,6 +2,7 @@
 them with their checksums.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -12,11 +13,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import SingleDeviceSharding
 
 from jaxlc.checkpoints.files import (
     BASE,
     CHECKPOINTS_DIRECTORY,
+    Damaged,
     committed_steps,
     nonfinite_param,
     on_every_process,
@@ -33,7 +36,7 @@ from jaxlc.config.other_names import renamed
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder, lora
+from jaxlc.models import decoder
 from jaxlc.models.quantized import FORMATS, Quantized
 
 
@@ -61,18 +64,16 @@ class Description(NamedTuple):
     padded: set[str]  # arrays that differ from the target in vocabulary padding
 
 
-def read_description(directory: Path, target: RestoreTarget):
-    """Returns (Description, None), or (None, the problem of the checkpoint); the same on every
-    process.
+def read_description(directory: Path, target: RestoreTarget) -> Description:
+    """The same on every process.
 
     Raises:
+      Damaged: the checkpoint cannot be read.
       UserError: the checkpoint has a different model or other trained parameters.
     """
     model = target.model
     abstract_state = target.abstract_state
-    meta, problem = on_every_process(lambda: read_valid_meta(directory))
-    if problem:
-        return None, problem
+    meta = on_every_process(lambda: read_valid_meta(directory))
     stored = meta["config"] | {"model": renamed("model", meta["config"]["model"])}
     shape = _by_path(model)
     names = ("model.preset", "model.init_from")
@@ -81,10 +82,7 @@ def read_description(directory: Path, target: RestoreTarget):
     _check_same_settings(directory, settings, required)
     if BASE in meta:
         abstract_state = target.without_frozen
-    described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
-    if problem:
-        return None, problem
-    checksums, stored_shapes = described
+    checksums, stored_shapes = on_every_process(lambda: read_checksums_and_shapes(directory))
     shapes = shapes_of(abstract_state)
     try:
         padded = check_same_shapes(directory, stored_shapes, shapes, model["vocab_size"])
@@ -92,7 +90,7 @@ def read_description(directory: Path, target: RestoreTarget):
         known = {path: value for path, value in target.array_settings.items() if path in settings}
         _check_same_settings(directory, settings, known)
         raise
-    return Description(meta, abstract_state, checksums, padded), None
+    return Description(meta, abstract_state, checksums, padded)
 
 
 def _by_path(model: dict) -> dict:
@@ -113,9 +111,8 @@ def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> 
       UserError: as `read_description`.
     """
     for step in reversed(committed_steps(directory)):
-        described, _ = read_description(directory / str(step), target_of(step))
-        if described is not None:
-            return described.meta
+        with contextlib.suppress(Damaged):
+            return read_description(directory / str(step), target_of(step)).meta
     return None
 
 
@@ -138,36 +135,35 @@ def restore_params(
     """
     path = directory / str(step)
     target = {"params": abstract_params}
-    described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
-    if problem:
-        raise unreadable(directory, step, problem)
-    checksums, stored_shapes = described
-    target_shapes = shapes_of(target)
-    stored_shapes = {
-        name: shape
-        for name, shape in stored_shapes.items()
-        if name.startswith("params/") and (name in target_shapes or not only_these)
-    }
-    if stored_shapes.keys() != target_shapes.keys():
-        raise UserError(
-            f"checkpoint {path} has other parameters than this model: pass model= as in the run, or none if it had none"
-        )
-    padded = check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
-    arguments = ocp.args.PyTreeRestore(
-        target,
-        restore_args=jax.tree.map(
-            lambda x: ocp.ArrayRestoreArgs(
-                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded
-            ),
+    try:
+        checksums, stored_shapes = on_every_process(lambda: read_checksums_and_shapes(path))
+        target_shapes = shapes_of(target)
+        stored_shapes = {
+            name: shape
+            for name, shape in stored_shapes.items()
+            if name.startswith("params/") and (name in target_shapes or not only_these)
+        }
+        if stored_shapes.keys() != target_shapes.keys():
+            raise UserError(
+                f"checkpoint {path} has other parameters than this model: pass model= as in the run, or none if it had"
+                " none"
+            )
+        padded = check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
+        arguments = ocp.args.PyTreeRestore(
             target,
-        ),
-        partial_restore=True,
-    )
-    restored, problem = read_arrays(
-        path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params
-    )
-    if problem:
-        raise unreadable(directory, step, problem)
+            restore_args=jax.tree.map(
+                lambda x: ocp.ArrayRestoreArgs(
+                    sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded
+                ),
+                target,
+            ),
+            partial_restore=True,
+        )
+        restored = read_arrays(
+            path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params
+        )
+    except Damaged as error:
+        raise unreadable(directory, step, str(error)) from error
     return restored["params"]
 
 
@@ -179,18 +175,21 @@ def read_arrays(
     padded: set[str],
     finite_params: bool,
 ):
-    """Returns (arrays, None), or (None, the problem); the same on every process."""
-    arrays, problem = on_every_process(
+    """Returns the arrays; the same on every process.
+
+    Raises:
+      Damaged: they cannot be read, or have wrong checksums, or parameters with NaN or infinite values.
+    """
+    arrays = on_every_process(
         lambda: handler.restore(epath.Path(directory) / "state", args=arguments)
     )
-    if problem:
-        return None, problem
     summaries = summaries_of(arrays)
     for name, summary in summaries.items():
         if name not in padded and summary.checksum != checksums[name]:
-            return None, f"array {name} has the wrong checksum"
-    problem = nonfinite_param(summaries) if finite_params else None
-    return (None, problem) if problem else (arrays, None)
+            raise Damaged(f"array {name} has the wrong checksum")
+    if finite_params and (problem := nonfinite_param(summaries)):
+        raise Damaged(problem)
+    return arrays
 
 
 def _check_same_settings(directory: Path, stored: dict, required: dict) -> None:
@@ -253,7 +252,7 @@ class StoredParams:
         """
         if self._load_all is not None:
             return {path: _values(self._loaded[path], self.abstract[path].shape) for path in paths}
-        tree: dict = {}
+        targets = {}
         quantized = quantized_matrices(self._config.model, self._config)
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
@@ -263,8 +262,8 @@ class StoredParams:
             if matrix is not None:
                 of = functools.partial(FORMATS[matrix.format].of, sizes=matrix.num_dims)
                 stored = jax.eval_shape(of, stored)
-            placed = jax.tree.map(lambda x: x.update(sharding=on_host), stored)
-            lora.insert(tree, path.split("/"), placed)
+            targets[path] = jax.tree.map(lambda x: x.update(sharding=on_host), stored)
+        tree = unflatten_mapping(targets, sep="/")
         vocab_size = self._config.model.vocab_size
         restored = restore_params(
             self._directory, self._step, tree, vocab_size=vocab_size, only_these=True

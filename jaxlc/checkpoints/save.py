@@ -29,6 +29,7 @@ from jaxlc.checkpoints.files import (
     DIGEST,
     EVALUATIONS_FILE,
     UNREADABLE,
+    Damaged,
     Evaluations,
     Summary,
     committed_steps,
@@ -145,22 +146,19 @@ class Storage:
         self._manager.save(step, args=arguments, force=True)
 
     def restore(self, step: int, target: RestoreTarget):
-        """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on
-        every process.
+        """Returns (state, meta); the same on every process.
 
         It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the
         other processes would wait for a process that failed to read its part.
 
         Raises:
+          Damaged: the checkpoint cannot be used.
           UserError: the checkpoint has a different model or other trained parameters.
         """
         directory = self.directory / str(step)
-        described, problem = read_description(directory, target)
-        if problem:
-            return None, problem
-        meta, abstract_state, checksums, padded = described
+        meta, abstract_state, checksums, padded = read_description(directory, target)
         if self._is_local and meta.pop(_PLACE, None) != _place_of(abstract_state):
-            return None, "another mesh, or another number of processes, has written it"
+            raise Damaged("another mesh, or another number of processes, has written it")
         stored = keys_as_words(abstract_state) if self._is_local else abstract_state
         restore_args = ocp.checkpoint_utils.construct_restore_args(stored)
         is_leaf = lambda x: isinstance(x, ocp.RestoreArgs)  # noqa: E731
@@ -168,12 +166,8 @@ class Storage:
             argument.strict = not padded  # otherwise it may truncate and pad
         arguments = ocp.args.PyTreeRestore(stored, restore_args=restore_args)
         handler = self._array_handler()
-        state, problem = read_arrays(
-            directory, handler, arguments, checksums, padded, self._finite_params
-        )
-        if problem:
-            return None, problem
-        return (words_as_keys(state, abstract_state) if self._is_local else state, meta), None
+        state = read_arrays(directory, handler, arguments, checksums, padded, self._finite_params)
+        return words_as_keys(state, abstract_state) if self._is_local else state, meta
 
     def delete_superfluous(self) -> None:
         """Process 0 deletes the complete checkpoints of a shared directory that the policy no
@@ -451,28 +445,30 @@ class Checkpoints:
             is_local = step not in shared
             storage = self._local if is_local else self._shared
             assert storage is not None
-            restored, problem = storage.restore(step, target_of(step))
-            if problem is None:
-                for damaged_step, why in damaged.items():
-                    path = self._directory / str(damaged_step)
-                    aside = path.with_name(f"{damaged_step}{UNREADABLE}")
-                    if jax.process_index() == 0:
-                        shutil.rmtree(aside, ignore_errors=True)
-                        path.rename(aside)
-                    self._warn(
-                        f"checkpoint {path} cannot be read ({why}): renamed to {aside.name};"
-                        f" training resumes from the checkpoint of step {step}"
-                    )
-                multihost_utils.sync_global_devices("damaged checkpoints set aside")
-                self._shared.reload()
-                self._delete_local(valid=[other for other in local if other <= step])
-                self._evaluations.forget_after(step)
-                self._evaluations.add_checkpoint(step, restored[1])
-                return restored
-            if is_local:
-                self._warn(f"the local checkpoint of step {step} is not used: {problem}")
-            else:
-                damaged[step] = problem
+            try:
+                restored = storage.restore(step, target_of(step))
+            except Damaged as error:
+                if is_local:
+                    self._warn(f"the local checkpoint of step {step} is not used: {error}")
+                else:
+                    damaged[step] = str(error)
+                continue
+            for damaged_step, why in damaged.items():
+                path = self._directory / str(damaged_step)
+                aside = path.with_name(f"{damaged_step}{UNREADABLE}")
+                if jax.process_index() == 0:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                self._warn(
+                    f"checkpoint {path} cannot be read ({why}): renamed to {aside.name};"
+                    f" training resumes from the checkpoint of step {step}"
+                )
+            multihost_utils.sync_global_devices("damaged checkpoints set aside")
+            self._shared.reload()
+            self._delete_local(valid=[other for other in local if other <= step])
+            self._evaluations.forget_after(step)
+            self._evaluations.add_checkpoint(step, restored[1])
+            return restored
         if damaged:
             newest, problem = next(iter(damaged.items()))
             raise UserError(

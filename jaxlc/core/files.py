@@ -260,8 +260,8 @@ _STALE = (errno.ESTALE, errno.ENOENT)  # NFS errors: another machine has deleted
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
-class LockHeld(Exception):
-    """Another process holds the lock; the message names it."""
+class LockHeld(UserError):
+    """Another process holds the lock; the message starts with its name."""
 
 
 @contextmanager
@@ -271,6 +271,7 @@ def locked(
     *,
     timeout_seconds: float = math.inf,
     on_unsupported: Callable[[], None] = lambda: None,
+    problem: str = "",
 ) -> Iterator[None]:
     """Holds an advisory lock on the file `path`, which exists only while a process holds it or waits for it.
 
@@ -281,6 +282,7 @@ def locked(
       on_wait: called once with the name of the process that holds the lock, if this process has to wait.
       timeout_seconds: the longest wait.
       on_unsupported: called if the file system has no locks.
+      problem: what the message of `LockHeld` says after the name of the process.
     Raises:
       LockHeld: another process still holds the lock after `timeout_seconds`.
       OSError: the file cannot be made.
@@ -290,7 +292,7 @@ def locked(
         path.unlink(missing_ok=True)
 
     with (
-        _acquired(path, on_wait, timeout_seconds, on_unsupported) as file,
+        _acquired(path, on_wait, timeout_seconds, on_unsupported, problem) as file,
         interrupts.undone(delete),
     ):
         try:
@@ -307,6 +309,7 @@ def _acquired(
     on_wait: Callable[[str], None],
     timeout_seconds: float,
     on_unsupported: Callable[[], None],
+    problem: str,
 ) -> BinaryIO:
     """Returns the file with its lock; see `locked`."""
     has_waited = False
@@ -320,7 +323,7 @@ def _acquired(
                     has_waited = True
                 if time.monotonic() >= deadline:
                     with file:
-                        raise LockHeld(_holder(file))
+                        raise LockHeld(f"{_holder(file)}{problem}")
                 time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
             # Another process may have deleted it just before it released its lock; then this
             # raises an error of _STALE, or the file is another one.

@@ -27,7 +27,6 @@ from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import (
-    LockHeld,
     full_disk_explained,
     local_path,
     locked,
@@ -360,7 +359,18 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
             stack.callback(_remove_empty, path)
-            stack.enter_context(_locked(path, log))
+            lock = locked(
+                path / LOCK_FILE,
+                lambda holder: log(
+                    f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"
+                ),
+                timeout_seconds=LOCK_SECONDS,
+                on_unsupported=lambda: log(
+                    f"warning: the file system of {path} has no locks: do not start a second run in this workdir"
+                ),
+                problem=f" trains in {path}: wait for its end or stop it, or use a different --workdir",
+            )
+            stack.enter_context(lock)
             # while it is locked
             stack.callback(_remove_empty, path / CHECKPOINTS_DIRECTORY, path / METRICS_FILE)
         wait_for_processes("workdir locked", int(LOCK_SECONDS) + _BARRIER_SECONDS)
@@ -401,28 +411,6 @@ def prepare_workdir(workdir: str | Path) -> Path:
         (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
         (path / METRICS_FILE).open("a").close()
     return path
-
-
-@contextlib.contextmanager
-def _locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    lock = locked(
-        path / LOCK_FILE,
-        lambda holder: log(
-            f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"
-        ),
-        timeout_seconds=LOCK_SECONDS,
-        on_unsupported=lambda: log(
-            f"warning: the file system of {path} has no locks: do not start a second run in this workdir"
-        ),
-    )
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock)
-        except LockHeld as error:
-            raise UserError(
-                f"{error} trains in {path}: wait for its end or stop it, or use a different --workdir"
-            ) from None
-        yield
 
 
 def _kept(path: Path) -> str:
