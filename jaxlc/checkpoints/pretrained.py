@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.checkpoints.files import BASE, checksums_of, stored_dtypes
@@ -108,13 +109,14 @@ def load_pretrained(
 
 def _adapters_of(step: TrainStep) -> dict:
     """The adapters in config.lora.init_from, sharded as the training state."""
-    adapters: dict = {}
+    adapters = {}
     abstract = {x: y for x, y in paths_of(step.abstract_state.params) if is_adapter(x)}
     for path, array in read_adapters(step.config, abstract).items():
         target = abstract[path]
-        placed = jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
-        lora.insert(adapters, path.split("/"), placed)
-    return adapters
+        adapters[path] = jax.make_array_from_callback(
+            target.shape, target.sharding, array.__getitem__
+        )
+    return unflatten_mapping(adapters, sep="/")
 
 
 def keep_description(model: ModelConfig, workdir: Path) -> str:
@@ -312,9 +314,9 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
         )
     converted: list[jax.Array] = []
     for group in groups_within(map(bytes_per_device, stored)):
-        tree: dict = {}
-        for index in group:
-            lora.insert(tree, [key.key for key in paths[index]], stored[index])
+        tree = unflatten_mapping(
+            {tuple(key.key for key in paths[index]): stored[index] for index in group}
+        )
         params = restore_params(
             checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True
         )

@@ -30,19 +30,20 @@ config.train.trainable and config.train.frozen select parameters by name.
 
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
 from jaxlc.config import Config, LoraConfig, ModelConfig, to_dict
 from jaxlc.config.flops import is_trained
 from jaxlc.config.kinds import layer_matrices, projection_paths
 from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
-from jaxlc.config.values import invalid_value
+from jaxlc.config.values import flattened, invalid_value
 from jaxlc.core import scopes
 from jaxlc.core.axes import LAYERS, is_layers
 from jaxlc.core.errors import UserError
@@ -187,13 +188,12 @@ def trained_settings(config: Config) -> dict[str, Any]:
     """The settings, by their paths, that must be equal when a run resumes: they select
     adapters and frozen parameters.
     """
-    values = to_dict(config)
-    paths = [f"lora.{name}" for name in values["lora"] if name != "init_from"] + [
-        "train.trainable",
-        "train.frozen",
-        "precision.frozen",
-    ]
-    return {path: values[path.partition(".")[0]][path.partition(".")[2]] for path in paths}
+    others = "train.trainable", "train.frozen", "precision.frozen"
+    return {
+        path: value
+        for path, value in flattened(to_dict(config)).items()
+        if path in others or (path.startswith("lora.") and path != "lora.init_from")
+    }
 
 
 def split(tree: Any, frozen: Set[str]) -> tuple[Any, dict]:
@@ -204,7 +204,11 @@ def split(tree: Any, frozen: Set[str]) -> tuple[Any, dict]:
     """
     if not frozen:
         return tree, {}
-    return _select(tree, frozen, False), _select(tree, frozen, True)
+    parts: tuple[dict, dict] = {}, {}
+    for path, leaf in flatten_mapping(tree).items():
+        parts[_name(path) in frozen][path] = leaf
+    trainable, frozen_part = map(unflatten_mapping, parts)
+    return trainable, frozen_part
 
 
 def join(a: dict, b: dict) -> dict:
@@ -216,35 +220,12 @@ def join(a: dict, b: dict) -> dict:
 def names_of(tree: Any) -> list[str]:
     """The names of all parameters, such as layers/attention/wq, sorted. They select parameters:
     those of all segments of the layers have the names of one, layers."""
-    return sorted({_name(path) for path, _ in _leaves(tree)})
+    return sorted(set(map(_name, flatten_mapping(tree))))
 
 
 def paths_in_layer(tree: dict) -> frozenset[tuple[str, ...]]:
     """The paths within a layer, such as ("attention", "wq"), of the parameters of layers in `tree`."""
-    return frozenset(path[1:] for path, _ in _leaves(tree) if is_layers(path[0]))
-
-
-def _select(tree: Any, frozen: Set[str], is_frozen: bool) -> dict:
-    selected: dict = {}
-    for path, leaf in _leaves(tree):
-        if (_name(path) in frozen) == is_frozen:
-            insert(selected, path, leaf)
-    return selected
-
-
-def insert(tree: dict, path: Sequence[str], leaf: Any) -> None:
-    """Sets the leaf at `path` of nested dictionaries."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, dict):
-        yield path, tree
-        return
-    for key, value in tree.items():
-        yield from _leaves(value, (*path, key))
+    return frozenset(path[1:] for path in flatten_mapping(tree) if is_layers(path[0]))
 
 
 def _name(path: tuple[str, ...]) -> str:

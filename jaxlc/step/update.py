@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from flax.nnx.traversals import unflatten_mapping
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxlc.config import OptimizerConfig
 from jaxlc.core import scopes
-from jaxlc.models.lora import insert
 from jaxlc.models.offloaded_layers import layer_of
 from jaxlc.sharding.mesh import shard_map
 from jaxlc.sharding.rules import axes_of, is_vector, storage_spec
@@ -304,7 +304,7 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
     if not is_on_host(gradients):
         return add_part(gradients, others)
     paths = _stacks(gradients, dims)
-    return _tree(
+    return unflatten_mapping(
         {
             path: _stream(add_part, *(_at(tree, path) for tree in (dims, gradients, others)))
             for path in paths
@@ -412,14 +412,6 @@ def _at(tree: dict, path: tuple[str, ...]):
     return functools.reduce(operator.getitem, path, tree)
 
 
-def _tree(parts: dict[tuple[str, ...], Any]) -> dict:
-    """The nested dictionaries with these entries."""
-    tree: dict = {}
-    for path, part in parts.items():
-        insert(tree, path, part)
-    return tree
-
-
 def _is_stacked(dims) -> bool:
     return _first(dims)[0] == "layers"
 
@@ -457,11 +449,11 @@ def _joined(
     """
 
     def join(in_whole, common, *states):
-        return _tree(dict(zip(parts, states))) if _is_dict(in_whole) else common
+        return unflatten_mapping(dict(zip(parts, states))) if _is_dict(in_whole) else common
 
     opt_states = [part.opt_state for part in parts.values()]
     return ParamsAndOptState(
-        params=_tree({path: part.params for path, part in parts.items()}),
+        params=unflatten_mapping({path: part.params for path, part in parts.items()}),
         opt_state=jax.tree.map(join, whole.opt_state, shared, *opt_states, is_leaf=_is_dict),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from flax.nnx.traversals import unflatten_mapping
 from safetensors.numpy import load_file, save_file
 
 from jaxlc.checkpoints.export import _write_weights
@@ -20,7 +21,7 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import no_progress
 from jaxlc.hf.adapters import read_adapters, write_adapters
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder, lora
+from jaxlc.models import decoder
 from jaxlc.models.lora import is_adapter
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
@@ -98,10 +99,7 @@ class _Base:
 
 
 def _tree(by_path):
-    tree: dict = {}
-    for path, x in by_path.items():
-        lora.insert(tree, path.split("/"), x)
-    return tree
+    return unflatten_mapping(by_path, sep="/")
 
 
 # A tensor for each expert, and two kinds of a tensor for all.
