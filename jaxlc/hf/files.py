@@ -290,11 +290,16 @@ class Mxfp4Tensor(StoredTensor):
         codes = slice(first * MX_BLOCK // 2, last * MX_BLOCK // 2)
         packed = read(self.codes, experts, outputs, codes)
         exponents = read(self.scales, experts, outputs, slice(first, last)).astype(np.int32) - 127
-        pairs = np.stack([packed >> shift & 15 for shift in Mxfp4.SHIFTS], axis=-1)
-        values = Mxfp4.VALUES[pairs].reshape(*exponents.shape, MX_BLOCK)
-        weights = np.ldexp(values, exponents[..., None]).astype(ml_dtypes.bfloat16)
+        weights = _products(Mxfp4, packed, np.ldexp(np.float32(1), exponents))
         own = slice(start - first * MX_BLOCK, stop - first * MX_BLOCK)
-        return weights.reshape(*packed.shape[:2], -1)[..., own].swapaxes(1, 2)
+        return weights[..., own].swapaxes(1, 2)
+
+
+def _products(quantized: type[Mxfp4 | Nf4], codes: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """bfloat16 [..., inputs]: the values of packed codes times the factors of their blocks, [..., blocks]."""
+    pairs = np.stack([codes >> shift & 15 for shift in quantized.SHIFTS], axis=-1)
+    values = quantized.VALUES[pairs].reshape(*factors.shape, -1) * factors[..., None]
+    return values.astype(ml_dtypes.bfloat16).reshape(*factors.shape[:-1], -1)
 
 
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", "activation_scale"
@@ -362,10 +367,8 @@ class Nf4Tensor(StoredTensor):
         codes, scales = (read(tensor, rows, slice(first, last)) for tensor in stored)
         places = np.arange(math.prod(shape)).reshape(shape)[rows, first:last] // SCALES_BLOCK
         factors = scale_values()[scales] * read(self.maxima).reshape(-1)[places] + self.offset
-        pairs = np.stack([codes >> shift & 15 for shift in Nf4.SHIFTS], axis=-1)
-        entries = Nf4.VALUES[pairs].reshape(*scales.shape, BLOCK) * factors[..., None]
-        weights = entries.astype(ml_dtypes.bfloat16).reshape(len(codes), -1)
-        return weights[:, start - first * BLOCK : stop - first * BLOCK]
+        own = slice(start - first * BLOCK, stop - first * BLOCK)
+        return _products(Nf4, codes, factors)[:, own]
 
 
 def _dequantized(
