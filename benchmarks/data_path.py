@@ -137,12 +137,11 @@ def main() -> None:
         mesh = jax.make_mesh((1,) * 4, MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4)
         order = zigzag_order(arguments.seq_len, 8)
         stream = batches(
-            mixture,
+            lambda i: (mixture[i], order),
             first_sequence=0,
             global_batch_size=1,
             gradient_accumulation_steps=1,
             seq_len=arguments.seq_len,
-            arranged=lambda sequence: (sequence, order),
             sharding=NamedSharding(mesh, PartitionSpec()),
             prefetch_steps=2,
         )

@@ -6,7 +6,8 @@ document.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxlc.core import text
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.text import Update, count_text, no_progress
-from jaxlc.data.sequences.loader import FiniteSequences, Sequences, batches
+from jaxlc.data.sequences.loader import FiniteSequences, batches
 from jaxlc.evals.document_loss import (
     MIN_DOCUMENTS,
     DocumentSums,
@@ -86,30 +87,21 @@ class ContextGain:
         return f"ContextGain({self})"
 
 
-class Pieces:
-    """Sequences whose documents are cut into pieces of PIECE_TOKENS tokens, `offset` tokens before
-    each multiple.
+def in_pieces(sequence: dict[str, np.ndarray], offset: int) -> dict[str, np.ndarray]:
+    """The sequence with its documents cut into pieces of PIECE_TOKENS tokens, `offset` tokens
+    before each multiple. Each piece is a document: positions restart, and segment ids count the
+    pieces.
     """
-
-    def __init__(self, sequences: Sequences, offset: int):
-        self._sequences = sequences
-        self._offset = offset
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Sequence i; each piece is a document: positions restart, and segment ids count the
-        pieces.
-        """
-        sequence = self._sequences[i]
-        positions = sequence["positions"]
-        is_padding = sequence["segment_ids"] == 0
-        shifted = positions + self._offset
-        in_piece = np.where(shifted < PIECE_TOKENS, positions, shifted % PIECE_TOKENS)
-        pieces = np.cumsum((in_piece == 0) & ~is_padding)
-        return {
-            **sequence,
-            "positions": in_piece.astype(np.int32),
-            "segment_ids": np.where(is_padding, 0, pieces).astype(np.int32),
-        }
+    positions = sequence["positions"]
+    is_padding = sequence["segment_ids"] == 0
+    shifted = positions + offset
+    in_piece = np.where(shifted < PIECE_TOKENS, positions, shifted % PIECE_TOKENS)
+    pieces = np.cumsum((in_piece == 0) & ~is_padding)
+    return {
+        **sequence,
+        "positions": in_piece.astype(np.int32),
+        "segment_ids": np.where(is_padding, 0, pieces).astype(np.int32),
+    }
 
 
 def scored(positions: np.ndarray, offset: int) -> np.ndarray:
@@ -224,7 +216,7 @@ class Evaluator:
 
     def __call__(self, params, progress: Update = no_progress) -> Evaluation:
         """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
-        losses = self._losses(params, self._heldout, progress)
+        losses = self._losses(params, lambda sequence: sequence, progress)
         sums = concatenate([sum_documents(*_in_loss(*pair), self.edges) for pair in losses])
         return Evaluation(documents=sums, num_sequences=self.num_sequences)
 
@@ -250,7 +242,7 @@ class Evaluator:
         for index, offset in enumerate(OFFSETS):
             losses = self._losses(
                 params,
-                Pieces(self._heldout, offset),
+                functools.partial(in_pieces, offset=offset),
                 lambda done, total, index=index: progress(
                     index * total + done, len(OFFSETS) * total
                 ),
@@ -270,24 +262,28 @@ class Evaluator:
         )
 
     def _losses(
-        self, params, inputs: Sequences, progress: Update
+        self, params, input_of: Callable[[dict], dict], progress: Update
     ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
         """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in
         natural order.
 
         Args:
-          inputs: the held-out sequences, or a variant of them with other positions and segment ids.
+          input_of: returns a held-out sequence, or a variant of it with other positions and segment ids.
         """
         mesh = self._step.mesh
         order = self._step.sequence_order
         batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
+
+        def arranged(i: int):
+            # the first sequences again pad the last batch
+            return order.arranged(input_of(self._heldout[i % self.num_sequences]))
+
         stream = batches(
-            _Repeated(inputs, self.num_sequences),
+            arranged,
             first_sequence=0,
             global_batch_size=batch_size,
             gradient_accumulation_steps=1,
             seq_len=self._step.config.data.seq_len,
-            arranged=order.arranged,
             sharding=NamedSharding(mesh, BATCH_SPEC),
             prefetch_steps=1,
         )
@@ -296,7 +292,8 @@ class Evaluator:
             indices = range(begin, min(begin + batch_size, self.num_sequences))
             # the last batch may have more rows
             for i, losses_S in zip(indices, np.asarray(losses)):
-                yield self._heldout[i], losses_S[natural_order(order.of(inputs[i]))]
+                sequence = self._heldout[i]
+                yield sequence, losses_S[natural_order(order.of(input_of(sequence)))]
             progress(len(indices) + begin, self.num_sequences)
 
 
@@ -310,17 +307,6 @@ def _in_loss(
     segments = sequence["loss_segments"]
     positions = sequence["positions"][tokens]
     return {**sequence, "positions": positions, "segment_ids": segments}, losses_S[tokens]
-
-
-class _Repeated:
-    """Cycles through the first sequences; repeats pad the last batch."""
-
-    def __init__(self, sequences: Sequences, num_sequences: int):
-        self._sequences = sequences
-        self._num_sequences = num_sequences
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return self._sequences[i % self._num_sequences]
 
 
 def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:

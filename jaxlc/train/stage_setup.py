@@ -95,15 +95,15 @@ def training_batches(
       stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
     """
     train, sequences = step.config.train, source.train
+    order = step.sequence_order
     if source.is_balanced and step.config.attention.document_mask:
         sequences = BalancedSequences(source.train, step.config, next_sequence)
     stream = batches(
-        sequences,
+        lambda i: order.arranged(sequences[i]),
         first_sequence=next_sequence,
         global_batch_size=train.global_batch_size,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         seq_len=step.config.data.seq_len,
-        arranged=step.sequence_order.arranged,
         sharding=NamedSharding(step.mesh, BATCH_SPEC),
         prefetch_steps=step.config.data.prefetch_steps,
     )

@@ -40,15 +40,18 @@ def order_of(sequence: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def stream(sequences, mesh: Mesh, spec=SPEC, **changes):
+    def arranged(i: int):
+        sequence = sequences[i]
+        return sequence, order_of(sequence)
+
     arguments = dict(
         first_sequence=0,
         global_batch_size=8,
         gradient_accumulation_steps=2,
         seq_len=S,
-        arranged=lambda sequence: (sequence, order_of(sequence)),
         prefetch_steps=2,
     )
-    return batches(sequences, sharding=NamedSharding(mesh, spec), **(arguments | changes))
+    return batches(arranged, sharding=NamedSharding(mesh, spec), **(arguments | changes))
 
 
 def expected_step(sequences, step: int, first_sequence: int = 0) -> dict[str, np.ndarray]:

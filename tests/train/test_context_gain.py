@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.train.evaluation import Evaluator, Pieces
+from jaxlc.train.evaluation import Evaluator, in_pieces
 from tests.step.synthetic import natural_rows, put_params, small_config, small_step
 
 
@@ -67,7 +67,7 @@ def _evaluate(step, sequences):
 
 def test_pieces_restart_positions_and_number_segments():
     sequences = _Sequences(1600, (900, 2, 600))
-    first, second = Pieces(sequences, 0)[0], Pieces(sequences, 256)[0]
+    first, second = (in_pieces(sequences[0], offset) for offset in (0, 256))
     lengths = [np.bincount(pieces["segment_ids"])[1:].tolist() for pieces in (first, second)]
     assert lengths == [[512, 388, 2, 512, 88], [256, 512, 132, 2, 256, 344]]
     for pieces in (first, second):

@@ -250,31 +250,27 @@ MAX_THREADS = 8
 # The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S], whose index t has
 # the token at place t. A pure function, since processes that share a sequence call it independently; also in threads.
 OrderOf = Callable[[Mapping[str, np.ndarray]], np.ndarray]
-# The same, with the arrays of the batch in natural order: those of the sequence, and others that
-# depend on the order.
-Arranged = Callable[[Mapping[str, np.ndarray]], tuple[Mapping[str, np.ndarray], np.ndarray]]
 
 
 def batches(
-    sequences: Sequences,
+    arranged: Callable[[int], tuple[Mapping[str, np.ndarray], np.ndarray]],
     *,
     first_sequence: int,
     global_batch_size: int,
     gradient_accumulation_steps: int,
     seq_len: int,
-    arranged: Arranged,
     sharding: jax.sharding.NamedSharding,
     prefetch_steps: int,
 ) -> Iterator[dict[str, jax.Array]]:
     """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S=seq_len
     tokens each.
 
-    Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a *
-    B + b]`; position t of the layout holds its token `order[t]`, where `arranged(sequence)` is
-    (arrays, order). `sharding` shards B and S, e.g. over fsdp and context. A process builds only
-    the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps ahead;
-    another thread copies the next batch to the devices (0: all on demand). Dropping the iterator
-    ends the threads.
+    Sequence b of microbatch a of step n is `arranged(first_sequence + n * global_batch_size + a *
+    B + b)`: (arrays, order). The arrays of the batch are in natural order; position t of the layout
+    holds token `order[t]`. `arranged` is called from several threads. `sharding` shards B and S,
+    e.g. over fsdp and context. A process builds only the sequences of which its devices hold a
+    shard, in threads, `prefetch_steps` steps ahead; another thread copies the next batch to the
+    devices (0: all on demand). Dropping the iterator ends the threads.
     """
     num_B, remainder = divmod(global_batch_size, gradient_accumulation_steps)
     assert not remainder, (global_batch_size, gradient_accumulation_steps)
@@ -285,8 +281,8 @@ def batches(
     def local_spans(i: int) -> dict[str, list[np.ndarray]]:
         """The spans of the i-th sequence that this process builds, in layout order."""
         step, (a, b) = i // len(local_sequences), local_sequences[i % len(local_sequences)]
-        sequence = sequences[first_sequence + step * global_batch_size + a * shape[1] + b]
-        return spans_of(*arranged(sequence), spans_T)
+        index = first_sequence + step * global_batch_size + a * shape[1] + b
+        return spans_of(*arranged(index), spans_T)
 
     def global_array(
         name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]
