@@ -48,8 +48,15 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # also SystemExit, which would end the thread silently
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
 
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run, "call")
     return future
+
+
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """Starts a daemon thread that calls `run`. Its name is jaxlc-NAME."""
+    thread = threading.Thread(target=run, name=f"jaxlc-{name}", daemon=True)
+    thread.start()
+    return thread
 
 
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
@@ -164,7 +171,7 @@ def _handlers() -> Iterator[None]:
     # the numbers of signals, from C
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     done = threading.Event()
-    threading.Thread(target=_watch, args=[reader, done], name="jaxlc-signals", daemon=True).start()
+    start_thread(functools.partial(_watch, reader, done), "signals")
     try:
         yield
     finally:
@@ -186,7 +193,7 @@ def _watch(reader: int, done: threading.Event) -> None:
         is_second = first_seconds is not None and not is_repeat(first_seconds)
         if (handler := signal.getsignal(number)) is _handle or (is_second and callable(handler)):
             end_late = functools.partial(_end_late, number, done)
-            threading.Thread(target=end_late, name="jaxlc-end", daemon=True).start()
+            start_thread(end_late, "end")
         first_seconds = first_seconds or time.monotonic()
     os.close(reader)
 

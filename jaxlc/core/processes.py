@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import IO, Any
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import temporary_explained
+from jaxlc.core.interrupts import start_thread
 
 _POLL_SECONDS = 0.5
 _MAIN = "from jaxlc.core.processes import main; main({descriptor})"
@@ -153,7 +153,7 @@ def main(descriptor: int) -> None:
     """The main function of a process."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    threading.Thread(target=_exit_with_the_parent, daemon=True).start()
+    start_thread(_exit_with_the_parent, "parent")
     while True:
         try:
             function, call = connection.recv()

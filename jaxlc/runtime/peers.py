@@ -26,7 +26,7 @@ from typing import NoReturn, TextIO
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.interrupts import call_within, end_process
+from jaxlc.core.interrupts import call_within, end_process, start_thread
 from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
 
 _LEAST_SECONDS = 1.0
@@ -133,8 +133,7 @@ class Link:
                     connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             # a child would keep it open when this process ends
             os.register_at_fork(after_in_child=connection.close)
-        self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, "peers")
 
     def close(self, failure: str | None = None, *, lost: str | None = None) -> None:
         """Announces the normal end of this process, after which the others go on, or why all of

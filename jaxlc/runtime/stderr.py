@@ -5,14 +5,15 @@ A package whose `__init__` imports JAX, and a command, import this module first.
 """
 
 import contextlib
+import functools
 import io
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxlc.core.interrupts import start_thread
 from jaxlc.core.text import open_closed_streams
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
@@ -39,8 +40,7 @@ def without_lines(notes: Sequence[str]) -> Iterator[None]:
                 os.dup(stderr_copy), "w", buffering=1, encoding=users.encoding, errors=users.errors
             )
             stack.callback(sys.stderr.close)
-        relay = threading.Thread(target=_relay, args=(reader, stderr_copy, notes), daemon=True)
-        relay.start()
+        relay = start_thread(functools.partial(_relay, reader, stderr_copy, notes), "stderr")
         try:
             yield
         finally:

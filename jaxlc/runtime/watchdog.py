@@ -42,7 +42,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
-from jaxlc.core.interrupts import call_within
+from jaxlc.core.interrupts import call_within, start_thread
 from jaxlc.core.text import aligned
 from jaxlc.runtime import peers
 
@@ -94,8 +94,7 @@ class PhaseBoard:
         self._published: dict[int, tuple[Row, float]] = {}
         self._last_answer = time.monotonic()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._publish, name="jaxlc-phases", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._publish, "phases")
 
     def silent(self, limit_seconds: float) -> str | None:
         """Names a process that has not answered for `limit_seconds`, at least 30 s; None: all have.
@@ -242,8 +241,7 @@ class Watchdog:
         if (client := coordination_client()) is not None:
             self._board = PhaseBoard(client, self._process_id, self._num_processes, self._row)
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="jaxlc-watchdog", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, "watchdog")
 
     @contextlib.contextmanager
     def phase(self, name: str, *, repeats: bool = True) -> Iterator[None]:

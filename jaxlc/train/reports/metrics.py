@@ -30,7 +30,6 @@ import math
 import os
 import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +42,7 @@ import numpy as np
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import read_json_lines, replacing
+from jaxlc.core.interrupts import start_thread
 from jaxlc.runtime import watchdog
 from jaxlc.step.step import StepMetrics
 
@@ -186,8 +186,7 @@ class WandbWriter:
         self._num_dropped = 0
         self._has_failed = False
         self._rows: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(_MAX_ROWS)
-        self._thread = threading.Thread(target=self._send, name="jaxlc-wandb", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._send, "wandb")
 
     def write(self, step: int, values: Values) -> None:
         """Passes a row to the thread; does not wait. Texts become a table."""
