@@ -5,7 +5,7 @@ This module does not import jax.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -61,6 +61,29 @@ HOST_LATENCY_SECONDS = 10e-6
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 # GPUs without NVLink: memory_bytes as PyTorch prints the capacity, other figures from NVIDIA's datasheets and
 # architecture papers; peers exchange data over PCIe.
+_H100 = Device(
+    name="h100",
+    device_kind="NVIDIA H100 80GB HBM3",
+    compute_capability="9.0",
+    # 132 SMs x 4 tensor cores x 1024 FLOP a clock x 1.83 GHz [1]
+    bf16_flops_per_second=989.4e12,
+    memory_bytes=84_942_979_072,
+    memory_bandwidth_bytes_per_second=3.35232e12,
+    nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
+    network_bandwidth_bytes_per_second=50e9,  # DGX H100: ConnectX-7, NDR 400 Gb/s a GPU
+    host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16: 16 lanes x 32 GT/s x 128/130
+)
+_B200 = Device(
+    name="b200",
+    device_kind="NVIDIA B200",
+    compute_capability="10.0",
+    bf16_flops_per_second=2250e12,  # HGX at 1,000 W: 4,500 TFLOPS with sparsity [2]
+    memory_bytes=191_514_411_008,
+    memory_bandwidth_bytes_per_second=7.67232e12,
+    nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
+    network_bandwidth_bytes_per_second=50e9,  # DGX B200: ConnectX-7, 400 Gb/s a GPU
+    host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16 in HGX and DGX
+)
 DEVICES = (
     Device(
         name="t4",
@@ -117,65 +140,37 @@ DEVICES = (
         network_bandwidth_bytes_per_second=25e9,  # DGX A100: ConnectX-6, HDR 200 Gb/s a GPU
         host_bandwidth_bytes_per_second=31.5e9,  # PCIe 4.0 x16: 16 lanes x 16 GT/s x 128/130
     ),
-    Device(
-        name="h100",
-        device_kind="NVIDIA H100 80GB HBM3",
-        compute_capability="9.0",
-        # 132 SMs x 4 tensor cores x 1024 FLOP a clock x 1.83 GHz [1]
-        bf16_flops_per_second=989.4e12,
-        memory_bytes=84_942_979_072,
-        memory_bandwidth_bytes_per_second=3.35232e12,
-        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
-        network_bandwidth_bytes_per_second=50e9,  # DGX H100: ConnectX-7, NDR 400 Gb/s a GPU
-        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16: 16 lanes x 32 GT/s x 128/130
-    ),
-    Device(
+    _H100,
+    # The compute die is the H100's [1], and so are its links; network as DGX H100.
+    replace(
+        _H100,
         name="h200",
         device_kind="NVIDIA H200",
-        compute_capability="9.0",
-        bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
         memory_bytes=151_397_597_184,
         memory_bandwidth_bytes_per_second=4.8e12,
-        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
-        network_bandwidth_bytes_per_second=50e9,  # as DGX H100
-        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16
     ),
     # NVIDIA's datasheet of the GH200 Grace Hopper Superchip, with 96 GB of HBM3 and 480 GB of
-    # LPDDR5X.
-    Device(
+    # LPDDR5X. The compute die is the H100's [1]. NVLink 4: 900 GB/s, with a switch, as in the NVL32.
+    # Network: a ConnectX-7 of 400 Gb/s a superchip.
+    replace(
+        _H100,
         name="gh200",
         device_kind="NVIDIA GH200 480GB",  # 480 GB is the memory of the CPU
-        compute_capability="9.0",
-        bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
         # 94.88 GiB, printed by PyTorch in github.com/Lightning-AI/litgpt/issues/1892
         memory_bytes=101_870_000_000,
         memory_bandwidth_bytes_per_second=4.0e12,
-        # NVLink 4: 900 GB/s, with a switch, as in the NVL32
-        nvlink_bandwidth_bytes_per_second=450e9,
-        network_bandwidth_bytes_per_second=50e9,  # a ConnectX-7 of 400 Gb/s a superchip
         host_bandwidth_bytes_per_second=450e9,  # NVLink-C2C: 900 GB/s in both directions
     ),
-    Device(
-        name="b200",
-        device_kind="NVIDIA B200",
-        compute_capability="10.0",
-        bf16_flops_per_second=2250e12,  # HGX at 1,000 W: 4,500 TFLOPS with sparsity [2]
-        memory_bytes=191_514_411_008,
-        memory_bandwidth_bytes_per_second=7.67232e12,
-        nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
-        network_bandwidth_bytes_per_second=50e9,  # DGX B200: ConnectX-7, 400 Gb/s a GPU
-        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16 in HGX and DGX
-    ),
-    Device(
+    _B200,
+    # NVLink 5: 1.8 TB/s. GB200 NVL72: ConnectX-7, 400 Gb/s a GPU.
+    replace(
+        _B200,
         name="gb200",
         device_kind="NVIDIA GB200",
-        compute_capability="10.0",
         # at 1,200 W: 5,000 TFLOPS with sparsity [2]; [3] says 2250e12
         bf16_flops_per_second=2500e12,
         memory_bytes=197_897_748_480,
         memory_bandwidth_bytes_per_second=7.928064e12,
-        nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
-        network_bandwidth_bytes_per_second=50e9,  # GB200 NVL72: ConnectX-7, 400 Gb/s a GPU
         # NVLink-C2C: 900 GB/s in both directions per Grace, for two GPUs
         host_bandwidth_bytes_per_second=225e9,
     ),
