@@ -253,12 +253,13 @@ _DEFAULTS: dict[str, Any] = dict(
     num_key_value_heads=None,
     head_dim=None,
 )
-_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
+_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(  # where they give no setting
     attention_dropout=(0,),
     is_decoder=(False, True),  # both are causal
     is_causal=(True,),
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
+    attention_bias=(False,),
 )
 _ACTIVATIONS = {
     "silu": "silu",
@@ -527,7 +528,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
         )
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {
-        **_REQUIRED_VALUES,
+        **{name: x for name, x in _REQUIRED_VALUES.items() if name not in family.fields},
         family.activation_field: (_ACTIVATIONS[activation],),
         **family.required_values,
     }

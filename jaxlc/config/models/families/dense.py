@@ -137,10 +137,7 @@ GEMMA3_TEXT = Family(
     ),
     activation_field="hidden_activation",
     rope_by_layer_type=True,
-    required_values=dict(
-        attention_bias=(False,),
-        use_bidirectional_attention=(False,),
-    ),
+    required_values=dict(use_bidirectional_attention=(False,)),
     multimodal_type="gemma3",
     multimodal_prefixes=_LANGUAGE_MODEL,
     other_prefixes=_VISION,
@@ -202,7 +199,7 @@ MISTRAL = Family(
     read_kinds=_mistral_read_kinds,
     write_kinds=_write_kinds,
     defaults=dict(num_key_value_heads=8, sliding_window=_DEFAULT_WINDOW),
-    required_values=dict(attention_bias=(False,), layer_types=(None,)),
+    required_values=dict(layer_types=(None,)),
     multimodal_type="mistral3",
     multimodal_prefixes=_LANGUAGE_MODEL,
     other_prefixes=_VISION,
@@ -250,7 +247,6 @@ OLMO3 = Family(
         rms_norm_eps=1e-5,
     ),
     rope_by_layer_type=True,
-    required_values=dict(attention_bias=(False,)),
 )
 
 
@@ -259,7 +255,6 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     settings=OLMO3.settings,
     defaults=dict(rms_norm_eps=1e-5),
-    required_values=OLMO3.required_values,
 )
 
 
@@ -282,7 +277,6 @@ PHI3 = Family(
         attention=dict(wq=_QKV, wk=_QKV, wv=_QKV), dense=dict(w_gate=_GATE_UP, w_up=_GATE_UP)
     ),
     required_values=dict(
-        attention_bias=(False,),
         mlp_bias=(False,),
         lm_head_bias=(False,),
         embd_pdrop=(0,),
@@ -421,6 +415,5 @@ SMOLLM3 = Family(
     write_kinds=_smollm3_write_kinds,
     fields={"mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
-    required_values=dict(attention_bias=(False,)),
     irrelevant=(*_WINDOW_FIELDS, "no_rope_layers", "no_rope_layer_interval"),
 )

@@ -232,7 +232,6 @@ MINIMAX_M2 = Family(
         num_experts_per_tok=8,
     ),
     required_values=dict(
-        attention_bias=(False,),
         scoring_func=("sigmoid",),
         use_routing_bias=(True,),
         use_qk_norm=(True,),

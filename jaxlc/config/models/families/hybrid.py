@@ -209,7 +209,6 @@ OLMO_HYBRID = Family(
         "post_attention_layernorm.weight": ("feedforward_layer_norm.weight",),
         "linear_attn.conv1d.weight": tuple(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
     },
-    required_values=dict(attention_bias=(False,)),
     irrelevant=tuple(  # of initial values
         f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
     ),

@@ -103,7 +103,6 @@ DEEPSEEK_V3 = Family(
     ),
     defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
     required_values=dict(
-        attention_bias=(False,),
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
         moe_layer_freq=(1,),
@@ -293,7 +292,6 @@ KIMI_LINEAR = dataclasses.replace(
     ),
     required_values=dict(
         tie_word_embeddings=(False,),
-        attention_bias=(False,),
         moe_router_activation_func=("sigmoid",),
         moe_layer_freq=(1,),
         mla_use_nope=(True,),

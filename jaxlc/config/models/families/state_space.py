@@ -267,7 +267,6 @@ FALCON_H1 = Family(
         "mamba_rms_norm": False,
     },
     required_values=dict(
-        attention_bias=(False,),
         mlp_bias=(False,),
         projectors_bias=(False,),
         mamba_proj_bias=(False,),
@@ -385,7 +384,6 @@ NEMOTRON_H = Family(
     ),
     required_values=dict(
         tie_word_embeddings=(False,),
-        attention_bias=(False,),
         mlp_bias=(False,),
         use_bias=(False,),
         mamba_proj_bias=(False,),
