@@ -96,7 +96,10 @@ def in_pieces(sequence: dict[str, np.ndarray], offset: int) -> dict[str, np.ndar
     is_padding = sequence["segment_ids"] == 0
     shifted = positions + offset
     in_piece = np.where(shifted < PIECE_TOKENS, positions, shifted % PIECE_TOKENS)
-    pieces = np.cumsum((in_piece == 0) & ~is_padding)
+    # the positions of own batches may have gaps, so a piece may lack its first token
+    numbers = np.stack([sequence["segment_ids"], shifted // PIECE_TOKENS])
+    is_first = np.diff(numbers, prepend=-1).any(0)
+    pieces = np.cumsum(is_first & ~is_padding)
     return {
         **sequence,
         "positions": in_piece.astype(np.int32),

@@ -203,9 +203,8 @@ class Reference:
     def __call__(self, batch: Batch) -> Batch:
         if self._log_probs is None:
             return batch
-        log_probs = self._log_probs(
-            self._params, batch._replace(experts=None)
-        )  # it chooses its own
+        # the reference chooses its own experts
+        log_probs = self._log_probs(self._params, batch._replace(experts=None))
         return batch._replace(reference_log_probs=log_probs)
 
 

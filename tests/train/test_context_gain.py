@@ -77,6 +77,10 @@ def test_pieces_restart_positions_and_number_segments():
             np.testing.assert_array_equal(pieces["positions"][inside], np.arange(inside.sum()))
         for name in ("tokens", "targets", "loss_weights"):
             np.testing.assert_array_equal(pieces[name], sequences[0][name])
+    positions = np.array([510, 511, 513, 514, 1025, 1026, 3, 4])  # of own batches, with gaps
+    gaps = in_pieces(dict(positions=positions, segment_ids=np.repeat([1, 2], [6, 2])), 0)
+    assert gaps["segment_ids"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert gaps["positions"].tolist() == [510, 511, 1, 2, 1, 2, 3, 4]
 
 
 def test_context_gain_of_known_losses_is_exact():
