@@ -494,16 +494,16 @@ def test_estimate_counts_the_projections_of_latents_and_what_a_ring_sends_of_the
     config = load(model("deepseek-v2-lite"))
     settings = {"mesh.context": 8, "attention.strategy": "ring"}
     latents, keys_values = (
-        Layout(changed, Rates(topology("h100:1x8"), Roofline()), {}).projected
+        Layout(changed, Rates(topology("h100:1x8"), Roofline()), {}).dims
         for changed in (
             with_settings(config, settings | {"attention.ring_payload": payload})
             for payload in ("latents", "keys_values")
         )
     )
     down, up = 512 + 64, 512 * 16 * 256 / 2048
-    assert latents["sent"] == down and keys_values["sent"] == 2 * 16 * 192
-    assert latents["keys_values"] == keys_values["expanded"] == down + up
-    assert latents["expanded"] == down + 8 * up and latents["queries"] == 16 * 192
+    assert latents.sent == down and keys_values.sent == 2 * 16 * 192
+    assert latents.keys_values == keys_values.expanded == down + up
+    assert latents.expanded == down + 8 * up and latents.queries == 16 * 192
 
 
 @pytest.mark.gpu_compiler
