@@ -1,6 +1,7 @@
 """Traces: records, trees, advantages, packing, and what is refused."""
 
 import base64
+import hashlib
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -396,6 +397,11 @@ def test_rollouts_of_steps_are_waited_for(tmp_path):
         and not sequences[1]["segment_ids"].any()
         and not lines
     )
+    digest = hashlib.sha256(sequences.path(1).read_bytes()).hexdigest()
+    sequences.check_digests({"1": digest[:16], "9": digest})
+    sequences.check_digests({"1": digest})  # of an earlier version
+    with pytest.raises(UserError, match="on other rollouts of step 2"):
+        sequences.check_digests({"2": digest})
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(lambda: sequences[12])
         with pytest.raises(FutureTimeout):
