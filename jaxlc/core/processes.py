@@ -218,6 +218,8 @@ _LIMITS = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+# the quota and its period, in cgroup 2 and in cgroup 1
+_QUOTA = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 UNKNOWN_MEMORY = 2**62  # more than any machine has
 
 
@@ -226,7 +228,8 @@ def num_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"))
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for directory in _cgroups(proc, cgroup):
-        quota, _, period = system_text(directory / "cpu.max").partition(" ")
+        text = " ".join(system_text(directory / name) for name in _QUOTA)
+        quota, _, period = text.strip().partition(" ")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores)
@@ -263,7 +266,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[Path]:
     lines = system_text(proc / "self" / "cgroup").splitlines()
     own = [Path(line.split(":", 2)[-1].lstrip("/")) for line in lines]  # "0::/user.slice/a.scope"
     for path in {Path(), *own, *itertools.chain.from_iterable(path.parents for path in own)}:
-        yield from (root / path, root / "memory" / path)
+        yield from (root / path, root / "memory" / path, root / "cpu" / path)
 
 
 def system_text(path: Path) -> str:

@@ -6,6 +6,7 @@ rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import shlex
@@ -22,13 +23,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core import processes
 from jaxlc.core.errors import UserError, require
-from jaxlc.core.files import (
-    displayed,
-    file_fingerprint,
-    local_path,
-    replacing,
-    write_errors_explained,
-)
+from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
 from jaxlc.data.sequences.loader import (
     DataSource,
     Inputs,
@@ -167,7 +162,9 @@ class RolloutSequences:
         return records
 
     def digests(self, steps: Iterable[int]) -> dict[str, str]:
-        """The fingerprints of the files of these steps that were read, by step, for a checkpoint."""
+        """The SHA-256 digests of the files of these steps that were read, by step, for a
+        checkpoint.
+        """
         with self._lock:
             return {str(step): self._digests[step] for step in steps if step in self._digests}
 
@@ -177,8 +174,7 @@ class RolloutSequences:
         """
         for step, digest in digests.items():
             path = self.path(int(step))
-            # earlier versions stored the whole digest
-            if path.is_file() and not digest.startswith(file_fingerprint(path)):
+            if path.is_file() and _digest(path) != digest:
                 raise UserError(
                     f"the checkpoint was trained on other rollouts of step {step} than those in {displayed(path)}: put"
                     " the file back, or set config.rollouts.directory as before"
@@ -207,7 +203,7 @@ class RolloutSequences:
     def _opened(self, step: int) -> Traces:
         path = self.path(step)
         batch_size = self._config.train.global_batch_size
-        self._digests[step] = file_fingerprint(path)
+        self._digests[step] = _digest(path)
         traces = open_traces(self._config, self._tokenizer, (str(path),), step=step)
         if traces.train.num_sequences > batch_size:
             raise UserError(
@@ -264,6 +260,10 @@ def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             names = dict.fromkeys(itertools.chain(*records))  # one that failed has other fields
             columns = {name: [record.get(name) for record in records] for name in names}
             pyarrow.parquet.write_table(pyarrow.table(columns), out, row_group_size=1)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:

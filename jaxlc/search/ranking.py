@@ -72,7 +72,7 @@ class Entry(NamedTuple):
 
 def entry_of(row: Row) -> Entry:
     """The entry of an estimated row. Rows of a sweep lack departures, pools, and settings that do
-    not vary; those of candidates that are not compiled lack pools.
+    not vary; rows of candidates that are not compiled lack pools.
     """
     return Entry(
         mesh=mesh_of(row),

@@ -209,6 +209,13 @@ def test_check_before_training_passes_in_memory_filled_with_nan(check, monkeypat
     assert jnp.isnan(packed_check._nan_array(4)).all()
 
 
+@pytest.mark.parametrize("error", [jnp.nan, jnp.inf, 1.0])
+def test_error_that_is_large_or_nan_raises(error):
+    comparisons = [(lambda: jnp.zeros(1), lambda results, x=x: x) for x in (0.0, error, 0.0)]
+    with pytest.raises(UserError, match="wrong on .*: advice"):
+        packed_check.measured_error(comparisons, jax.devices()[0], ("fails", "wrong"), "advice")
+
+
 @pytest.mark.parametrize(
     ("max_arrays", "num_arrays"), [(100, 12), (5, 5)], ids=["free", "fragmented"]
 )

@@ -168,6 +168,14 @@ def test_workers_are_limited_by_affinity_quota_and_memory(tmp_path, monkeypatch)
     for quota, cores in (("max 100000", 6), ("250000 100000", 3), ("50000 100000", 1)):
         (tmp_path / "cpu.max").write_text(quota)
         assert processes.num_cores(tmp_path, tmp_path) == cores
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("4:cpu,cpuacct:/docker/1")  # cgroup 1
+    (directory := tmp_path / "cpu" / "docker" / "1").mkdir(parents=True)
+    (tmp_path / "cpu.max").unlink()
+    for quota, cores in (("-1", 6), ("250000", 3)):
+        (directory / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (directory / "cpu.cfs_period_us").write_text("100000\n")
+        assert processes.num_cores(tmp_path, tmp_path) == cores
     monkeypatch.setattr(processes, "num_cores", lambda: 6)
     for free_bytes, workers in ((2**40, 6), (5 * 2**30, 2), (0, 1)):
         monkeypatch.setattr(processes, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)

@@ -226,8 +226,8 @@ def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
 
 
 def test_losses_of_experts_are_added_to_the_mean_of_a_policy_loss():
-    """Advantages are 0, so the gradients are those of the losses of experts, times what grpo divides
-    by: the number of answers.
+    """Advantages are 0, so only the losses of experts have gradients. They are multiplied by what
+    grpo divides by: the number of answers.
     """
     posttrain = dict(loss="grpo")
     step = small_step(

@@ -391,7 +391,7 @@ def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
     assert all("sampler_difference" not in row for row in rows(tmp_path))
     assert read_meta(tmp_path / "checkpoints", 2)["rollouts"].keys() == {"1", "2"}
     digest = hashlib.sha256((directory / "3.jsonl").read_bytes()).hexdigest()
-    assert read_meta(tmp_path / "checkpoints", 3)["rollouts"] == {"3": digest[:16]}
+    assert read_meta(tmp_path / "checkpoints", 3)["rollouts"] == {"3": digest}
     kept = (directory / "3.jsonl").read_text()
     (directory / "3.jsonl").write_text(kept.replace('"reward": ', '"reward": 1'))
     message = train(rollouts["config"], tmp_path, status=2, **settings)

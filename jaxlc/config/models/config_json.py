@@ -401,11 +401,12 @@ def _describes(family: Family, model: ModelConfig) -> bool:
     """Whether the config.json of `family` for `model` describes this model when it is read again,
     besides its RoPE, which may have another form.
     """
-    if {*model.used_kinds} not in map(set, family.layer_kinds):
+    has_block = model.default_feed_forward in (family.feed_forward_tensors or ("dense",))
+    if not has_block or {*model.used_kinds} not in map(set, family.layer_kinds):
         return False
     try:
         settings = settings_of(_first_fields(model, family), "config.json")
-    except (UserError, ZeroDivisionError):  # or without experts, where the family has their width
+    except UserError:
         return False
     read = model_from({"preset": "", **settings})
     has_layers = read.kinds_of_layers == model.kinds_of_layers and {*read.kinds} == {*model.kinds}
@@ -425,7 +426,7 @@ def _describes(family: Family, model: ModelConfig) -> bool:
 def _first_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The config.json of a model that has none, without its longest sequence and dtype."""
     first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
-    # Of the tokenizer; the defaults of transformers are those of a published model.
+    # Of the tokenizer; the defaults of transformers belong to a published model.
     first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
     first[family.activation_field] = _ACTIVATIONS[model.activation]
     fixed = {
