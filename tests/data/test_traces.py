@@ -632,8 +632,20 @@ def test_own_batches_of_deep_trees_have_rows_of_the_loss():
     assert (own["targets"] == 7).all()
     weights = [1 / 2] * 2 + [1 / 3] * 3 + [1] + [0] * 6
     np.testing.assert_allclose(own["answer_weights"].ravel(), weights)
-    wrong = dict(loss_tokens=np.full((1, 6, 2), 6)), dict(loss_weights=np.ones((1, 6)))
-    messages = "loss token 6, expected 0 to 5", r"expected float32\[1, 6, 2\]"
+    # more answers than tokens
+    answers = np.arange(1, 13).reshape(1, 6, 2)
+    own = complete_batch(batch | dict(loss_segments=answers), (1, 6), 20, "batch 3", dtypes)
+    assert (own["answer_weights"] == 1).all()
+    wrong = (
+        dict(loss_tokens=np.full((1, 6, 2), 6)),
+        dict(loss_segments=answers + 1),
+        dict(loss_weights=np.ones((1, 6))),
+    )
+    messages = (
+        "loss token 6, expected 0 to 5",
+        "loss segment 13, expected 0 to 12",
+        r"expected float32\[1, 6, 2\]",
+    )
     for arrays, message in zip(wrong, messages):
         with pytest.raises(UserError, match=message):
             complete_batch(batch | arrays, (1, 6), 20, "b", dtypes)

@@ -71,7 +71,8 @@ def complete_traces(
             places = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
             arrays |= dict(loss_tokens=places, loss_segments=segments)
         check_range("loss token", arrays["loss_tokens"], segments.shape[1], where)
-        check_range("loss segment", arrays["loss_segments"], segments.shape[1] + 1, where)
+        num_rows = arrays["loss_segments"][0].size
+        check_range("loss segment", arrays["loss_segments"], num_rows + 1, where)
         for name in arrays.keys() & dtypes.keys():
             if dtypes[name].shape and arrays[name].ndim == 2:
                 others = [(0, 0), (0, 0), (0, dtypes[name].shape[0] - 1)]
