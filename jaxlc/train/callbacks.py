@@ -2,7 +2,8 @@
 a signal.
 
 Actions get the position of the run and may add to it. The signals are SIGTERM, which schedulers
-send before they kill a job, SIGHUP of a terminal that is closed, and SIGINT (Ctrl-C).
+send before they kill a job, SIGHUP of a terminal that is closed, and SIGINT (Ctrl-C). SIGUSR1 and SIGUSR2,
+which `sbatch --signal` may name, count as SIGTERM.
 """
 
 import contextlib
@@ -94,6 +95,7 @@ def is_period(step: int, every: int) -> bool:
 _num_calls = itertools.count(1)  # JAX's sync points must increase in a process
 _AGAIN = {signal.SIGINT: "press Ctrl-C again to stop now without saving"}
 _NAMES = {signal.SIGINT: "\nCtrl-C"}  # below the ^C of a terminal
+_AS_SIGTERM = (signal.SIGUSR1, signal.SIGUSR2)  # unless the program handles them itself
 
 
 class PreemptionGuard:
@@ -129,6 +131,7 @@ class PreemptionGuard:
                 *([signal.SIGTERM] if jax.process_count() == 1 else []),
             ]
             caught = [number for number in caught if signal.getsignal(number) != signal.SIG_IGN]
+            caught += [x for x in _AS_SIGTERM if signal.getsignal(x) == signal.SIG_DFL]
             self._previous_handlers = {
                 number: signal.signal(number, self._handle) for number in caught
             }
@@ -150,7 +153,7 @@ class PreemptionGuard:
                 os.write(2, _message(signal.Signals(number)))
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
-        self._signal = signal.Signals(number)
+        self._signal = signal.SIGTERM if number in _AS_SIGTERM else signal.Signals(number)
         # otherwise the others would go on: all stop at the same call of `stop`
         if jax.process_count() == 1:
             self._on_signal()

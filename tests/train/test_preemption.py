@@ -16,6 +16,8 @@ from tests.train import runs
         (signal.SIGTERM, Stop.SIGTERM, 143),
         (signal.SIGINT, Stop.SIGINT, 130),
         (signal.SIGHUP, Stop.SIGHUP, 129),
+        (signal.SIGUSR1, Stop.SIGTERM, 143),
+        (signal.SIGUSR2, Stop.SIGTERM, 143),
     ],
 )
 def test_guard_after_signal_stops_with_its_exit_status(number, stop, status):
@@ -45,12 +47,17 @@ def test_guard_after_a_later_second_signal_raises(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_guard_with_ignored_sighup_does_not_stop():
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+@pytest.mark.parametrize(
+    ("number", "own"),
+    [(signal.SIGHUP, signal.SIG_IGN), (signal.SIGUSR1, lambda number, frame: None)],
+    ids=["ignored, as by nohup", "of the program"],
+)
+def test_guard_with_a_handler_of_the_program_does_not_stop(number, own):
+    handler = signal.signal(number, own)
     with PreemptionGuard() as guard:
-        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(number)
         assert guard.stop() is None
-    assert signal.signal(signal.SIGHUP, handler) is signal.SIG_IGN
+    assert signal.signal(number, handler) is own
 
 
 def test_guard_after_sigterm_and_ctrl_c_stops():
