@@ -3,6 +3,7 @@ the run. Only one run at a time writes to a workdir.
 """
 
 import contextlib
+import errno
 import functools
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import UserError, WriteError, reason_of
 from jaxlc.core.files import (
     full_disk_explained,
     local_path,
@@ -145,21 +146,36 @@ class StageRun(Outputs):
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
         self.checkpoints.add_evaluation(position.step, **{EVAL_LOSS: finite(evaluation.loss)})
         self.callbacks("on_evaluation", position.step, evaluation)
-        self._stop_early(position.step)
+        self._stop_early(position.step, finite(evaluation.loss))
         return replace(position, evaluation=evaluation)
 
-    def _stop_early(self, step: int) -> None:
+    @functools.cached_property
+    def _eval_losses(self) -> dict[int, float]:
+        """Held-out losses of the stage by step. metrics.jsonl grows, so it is read once; `_stop_early`
+        adds the later ones.
+        """
+        rows = read_rows(self.workdir / METRICS_FILE)
+        return {
+            row["step"]: row[EVAL_LOSS]
+            for row in rows
+            if row["step"] > self.stage.first_step and row.get(EVAL_LOSS) is not None
+        }
+
+    def _stop_early(self, step: int, loss: float | None = None) -> None:
         """Asks for the end of the run if the last train.early_stop_evals evaluations of the stage
         have no lower held-out loss than one before them.
+
+        Args:
+          loss: of `step`, if it was just evaluated and is finite.
         """
         patience = self.stage.config.train.early_stop_evals
         if not patience or self.callbacks.stop_requested:
             return
 
         def is_over() -> bool:
-            rows = read_rows(self.workdir / METRICS_FILE)
-            rows = [row for row in rows if self.stage.first_step < row["step"] <= step]
-            losses = {x["step"]: x[EVAL_LOSS] for x in rows if x.get(EVAL_LOSS) is not None}
+            losses = self._eval_losses
+            if loss is not None and step > self.stage.first_step:
+                losses[step] = loss
             best = min(losses, key=losses.__getitem__, default=step)
             return sum(other > best for other in losses) >= patience
 
@@ -356,6 +372,7 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
     path = prepare_workdir(workdir)
     with contextlib.ExitStack() as stack:
         quiet_saves()
+        stack.enter_context(_lost_files_explained(path))
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
             stack.callback(_remove_empty, path)
@@ -413,8 +430,26 @@ def prepare_workdir(workdir: str | Path) -> Path:
     return path
 
 
-def _kept(path: Path) -> str:
-    """What is kept after a full disk; deletes the checkpoints that are incomplete."""
+@contextlib.contextmanager
+def _lost_files_explained(path: Path) -> Iterator[None]:
+    """Raises an OSError about a file of the workdir as a WriteError: it was renamed or removed during
+    the run, or its file system is read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or path)
+        if error.errno != errno.EROFS and (
+            not error.filename or not Path(name).is_relative_to(path)
+        ):
+            raise
+        raise WriteError(
+            f"cannot use {name} ({reason_of(error)}): {_kept(path, f'repair {path}')}"
+        ) from error
+
+
+def _kept(path: Path, advice: str = "free space") -> str:
+    """What is kept after an error of writing; deletes the checkpoints that are incomplete."""
     checkpoints = path / CHECKPOINTS_DIRECTORY
     for incomplete in checkpoints.glob(f"*{TEMPORARY}*"):
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -422,4 +457,4 @@ def _kept(path: Path) -> str:
     saved = (
         f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"
     )
-    return f"{saved}; free space, then run the same command again{' to resume' if steps else ''}"
+    return f"{saved}; {advice}, then run the same command again{' to resume' if steps else ''}"

@@ -136,7 +136,9 @@ class StepProfiler:
 
     def _stop(self, last: int | None) -> None:
         first = self._first_traced
+        metrics = self._metrics
         self._first_traced = None
+        self._metrics = []  # frees the arrays on the devices
         if self._config.profile.tool == "nsys":
             _cuda_runtime().cudaProfilerStop()
             return
@@ -147,7 +149,7 @@ class StepProfiler:
             else f"steps from {first} on, until the run ended,"
         )
         directory = self._trace_directory
-        pairs = [metrics.attention_pairs for metrics in self._metrics]
+        pairs = [step_metrics.attention_pairs for step_metrics in metrics]
         if last is not None and None not in pairs:
             self._write_run({PAIRS: statistics.fmean(map(float, pairs))})
         self._log(

@@ -20,9 +20,9 @@ from jaxlc.models.contract import layout_for
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
-from jaxlc.train import Callback
+from jaxlc.train import Callback, stage
 from jaxlc.train.loop import run
-from jaxlc.train.reports.metrics import WandbWriter
+from jaxlc.train.reports.metrics import WandbWriter, read_rows
 from tests.step.synthetic import lowered_decoding, small_config, small_step
 from tests.train import runs
 
@@ -205,8 +205,10 @@ class _Fails(Callback):
             raise KeyError("killed")
 
 
-def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path, capsys):
+def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path, capsys, monkeypatch):
     """At the step of the evaluation, also after a kill between it and the checkpoint."""
+    reads = []
+    monkeypatch.setattr(stage, "read_rows", lambda path: reads.append(path) or read_rows(path))
     settings = config(early_stop_evals=2, eval_every_steps=2, eval_sequences=2)
     settings.train.update(steps=9, checkpoint_every_steps=0)
     settings.optimizer.learning_rate = 3.0  # the loss rises
@@ -214,6 +216,7 @@ def test_early_stop_ends_the_run_after_worse_evaluations(config, tmp_path, capsy
     found = [row["eval_loss"] for row in runs.rows(tmp_path) if "eval_loss" in row][1:]
     assert result.exit_status == 0 and result.step == 2 * len(found) < 9
     assert min(found) < min(found[-2:])
+    assert len(reads) == 2 < len(found), "once in the run, and for its result: the file grows"
     again = run(settings, tmp_path)
     assert again.step == result.step and again.evaluation.loss == result.evaluation.loss
     assert "increase it, or set it to 0" in capsys.readouterr().out

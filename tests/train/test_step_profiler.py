@@ -1,5 +1,7 @@
 """Which steps are traced, and the memory profile. A trace of real steps is in test_run_api.py."""
 
+import weakref
+
 import jax
 import pytest
 
@@ -43,9 +45,13 @@ def test_nsys_captures_only_the_traced_steps(
     runtime = _Runtime()
     monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: runtime)
 
+    metrics = weakref.WeakSet()
+
     def run_step(state, batch):
         runtime.calls.append(batch)
-        return state, None
+        step_metrics = _Runtime()
+        metrics.add(step_metrics)
+        return state, step_metrics
 
     config = profile_config(steps="3:5", tool="nsys")
     with StepProfiler(config, tmp_path, run_step, print) as profiled_step:
@@ -54,6 +60,7 @@ def test_nsys_captures_only_the_traced_steps(
             profiled_step(step, 0, step)
             profiled_step.stop(step, 0)
     assert runtime.calls == expected
+    assert not metrics, "the arrays of traced steps stay on the devices"
 
 
 def test_nsys_without_cuda_runtime_raises(tmp_path, monkeypatch):

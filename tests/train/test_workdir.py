@@ -1,12 +1,13 @@
 """One run at a time in a workdir, and a full disk."""
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.files import locked
 from jaxlc.train import stage
 from jaxlc.train.stage import LOCK_FILE, open_workdir
@@ -69,6 +70,27 @@ def test_full_disk_names_the_step_and_deletes_the_incomplete_checkpoint(tmp_path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
         map(str, steps)
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "problem"),
+    [
+        (
+            errno.ENOENT,
+            "x.jsonl",
+            r"cannot use .*x.jsonl \(No such file .*\): there is no checkpoint",
+        ),
+        (errno.EROFS, None, r"cannot use .* \(Read-only file system\): .* repair .*, then run"),
+        (errno.ENOENT, "../own.txt", None),
+    ],
+)
+def test_lost_workdir_ends_a_run_with_one_line(tmp_path, error, name, problem):
+    """Not an error of another file, such as one of a callback."""
+    workdir = tmp_path / "run"
+    path = name and os.path.normpath(workdir / name)
+    kind = WriteError if problem else FileNotFoundError
+    with pytest.raises(kind, match=problem), open_workdir(workdir, pytest.fail):
+        raise OSError(error, os.strerror(error), path)
 
 
 _TINY_DISK = """
