@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc._jax_internals import backends_are_initialized, register_plugins
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.text import count_text
 from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous, stderr, xla_flags
 from jaxlc.runtime.xla_flags import check_users_flags
@@ -30,6 +30,18 @@ _COLLECTIVE_TIMEOUTS = (
 # process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
 # `peers` detects processes and machines that have ended, and `watchdog` those that hang.
 _NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
+# Options of JAX: the values with which models do not run, and what they do. Most are set to debug other programs.
+_UNSUPPORTED_OPTIONS = {
+    "jax_enable_x64": ([True], "parameters would be float64"),
+    "jax_disable_jit": ([True], "steps cannot be compiled"),
+    "jax_check_tracer_leaks": ([True], "saved activations are taken for leaks"),
+    "jax_numpy_rank_promotion": (["raise"], "broadcasting is an error"),
+    "jax_numpy_dtype_promotion": (["strict"], "masks times floats are an error"),
+    "jax_transfer_guard_host_to_device": (
+        ["disallow", "disallow_explicit"],
+        "batches do not reach the devices",
+    ),
+}
 
 
 def start(
@@ -46,17 +58,17 @@ def start(
       is_watched: a watchdog detects processes that hang, so JAX's heartbeat is off.
       is_for_model: parameters will be made, whose dtype follows JAX's default.
     Raises:
-      UserError: 64-bit numbers are JAX's default, JAX has already started with other settings, XLA_FLAGS contradicts
-        the config, the directory of the compilation cache cannot be created, or another process of the run is
-        missing or contradicts this one.
+      UserError: an option of JAX has a value that models do not support, JAX has no devices of JAX_PLATFORMS or has
+        already started with other settings, XLA_FLAGS contradicts the config, the directory of the compilation cache
+        cannot be created, or another process of the run is missing or contradicts this one.
     """
     import jax
 
-    if is_for_model and jax.config.jax_enable_x64:
-        raise UserError(
-            "unsupported: JAX_ENABLE_X64, or jax_enable_x64 of JAX's config, with which parameters would be float64;"
-            " unset it"
-        )
+    for option, (values, reason) in _UNSUPPORTED_OPTIONS.items():
+        if is_for_model and getattr(jax.config, option) in values:
+            raise UserError(
+                f"unsupported: {option.upper()}, or {option} of JAX's config, with which {reason}; unset it"
+            )
     launch = launcher.find(os.environ)
     config = launcher.resolve(config, launch)
     if not backends_are_initialized():
@@ -79,7 +91,7 @@ def start(
     # XLA parses its flags later, and ends the process at an unknown one
     with stderr.without_driver_notes():
         register_plugins()
-    platform = jax.devices()[0].platform
+    platform = _platform()
     compilation_cache.configure(config, platform)
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
@@ -138,6 +150,20 @@ def _set_environment(
     if config.process_id == 0:
         for line in lines:
             print(line, flush=True)
+
+
+def _platform() -> str:
+    """The platform of JAX's default devices."""
+    import jax
+
+    try:
+        return jax.devices()[0].platform
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no CUDA plugin, or no GPU
+        platforms = jax.config.jax_platforms
+        raise UserError(
+            f"JAX has no devices for JAX_PLATFORMS={platforms or ''} ({reason_of(error)}); unset it for the default"
+            " devices, or install JAX with support for them"
+        ) from error
 
 
 def _variables_line(environment: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,8 @@
+import gc
 import hashlib
 import itertools
 import os
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +78,17 @@ def test_store_second_open_reads_cache(config: DataConfig, monkeypatch):
     assert (
         again.fingerprint == first.fingerprint and (again.split_hashes == first.split_hashes).all()
     )
+
+
+def test_store_closes_its_file(config: DataConfig):
+    """Python warns of a file that nobody closes, which is an error under `python -W error`."""
+    store = open_store(config)
+    store.read(0, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del store
+        gc.collect()
+    assert not [str(warning.message) for warning in caught]
 
 
 def test_store_progress_counts_bytes(config: DataConfig):

@@ -133,6 +133,42 @@ def test_models_with_64_bits_are_refused():
             start.start(RuntimeConfig(num_processes=1))
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("jax_disable_jit", True),
+        ("jax_check_tracer_leaks", True),
+        ("jax_numpy_rank_promotion", "raise"),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_transfer_guard", "disallow"),
+    ],
+)
+def test_models_with_debug_options_are_refused(option, value):
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        jaxlc.start(simulated_devices=jax.device_count())
+        with pytest.raises(UserError, match=f"unsupported: {option.upper()}.*; unset it"):
+            start.start(RuntimeConfig(num_processes=1))
+    finally:
+        jax.config.update(option, "allow" if option == "jax_transfer_guard" else before)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError(), RuntimeError("Unable to initialize backend 'x'")]
+)
+def test_platforms_without_devices_are_named(error, monkeypatch):
+    """JAX 0.10 to 0.12 has an assertion without text for JAX_PLATFORMS=cuda on a machine without GPU."""
+
+    def no_devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", no_devices)
+    reason = str(error) or "AssertionError"
+    with pytest.raises(UserError, match=f"JAX has no devices for JAX_PLATFORMS=.* \\({reason}"):
+        start.start(RuntimeConfig(num_processes=1))
+
+
 @pytest.mark.parametrize(("has_driver", "platforms"), [(False, "cpu"), (True, None)])
 def test_environment_without_driver_selects_cpu(has_driver, platforms, monkeypatch):
     monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: has_driver)

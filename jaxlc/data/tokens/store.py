@@ -32,6 +32,7 @@ import operator
 import os
 import shutil
 import time
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -110,17 +111,21 @@ class TokenStore:
     def read(self, begin: int, end: int) -> np.ndarray:
         """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times
         more in a large file, and its pages count as memory of the process."""
-        if self._file is None:
+        if self._descriptor is None:
             return self.tokens[begin:end]
         itemsize = self.tokens.itemsize
         offset = self.tokens.offset
-        data = os.pread(self._file.fileno(), (end - begin) * itemsize, offset + begin * itemsize)
+        data = os.pread(self._descriptor, (end - begin) * itemsize, offset + begin * itemsize)
         return np.frombuffer(data, self.tokens.dtype)
 
     @functools.cached_property
-    def _file(self) -> BinaryIO | None:
-        """The file that `tokens` maps; None: they are an array in memory."""
-        return open(self.tokens.filename, "rb") if isinstance(self.tokens, np.memmap) else None
+    def _descriptor(self) -> int | None:
+        """The open file that `tokens` maps; None: they are an array in memory."""
+        if not isinstance(self.tokens, np.memmap):
+            return None
+        descriptor = os.open(self.tokens.filename, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
 
 def read_store(paths: StorePaths, tokenizer: Tokenizer) -> TokenStore | None:
