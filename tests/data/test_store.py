@@ -149,6 +149,17 @@ def test_store_damaged_cache_is_regenerated(config: DataConfig, suffix: str, dam
     assert_intact(open_store(config))
 
 
+def test_store_truncated_while_it_is_read_is_an_error(config: DataConfig):
+    """One token would be copied to all places of a sequence."""
+    store = open_store(config)
+    begin, end = store.offsets[:2]
+    assert len(store.read(begin, end)) == end - begin > 1
+    path = Path(store.tokens.filename)
+    os.truncate(path, store.tokens.offset + store.tokens.itemsize)
+    with pytest.raises(UserError, match=rf"{path.name} was truncated .* tokenizes it again"):
+        store.read(begin, end)
+
+
 def test_store_unwritable_cache_is_refused(config: DataConfig, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(

@@ -110,12 +110,21 @@ class TokenStore:
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times
-        more in a large file, and its pages count as memory of the process."""
+        more in a large file, and its pages count as memory of the process.
+
+        Raises:
+          UserError: the file was truncated after it was opened.
+        """
         if self._descriptor is None:
             return self.tokens[begin:end]
-        itemsize = self.tokens.itemsize
-        offset = self.tokens.offset
-        data = os.pread(self._descriptor, (end - begin) * itemsize, offset + begin * itemsize)
+        num_bytes = (end - begin) * self.tokens.itemsize
+        offset = self.tokens.offset + begin * self.tokens.itemsize
+        data = os.pread(self._descriptor, num_bytes, offset)
+        if len(data) < num_bytes:
+            raise UserError(
+                f"{self.tokens.filename} was truncated while it was in use: run the same command again, which tokenizes"
+                " it again"
+            )
         return np.frombuffer(data, self.tokens.dtype)
 
     @functools.cached_property
