@@ -65,16 +65,23 @@ class Row(NamedTuple):
     step: int  # the last step that was dispatched
     seconds: float  # in this phase
     place: str  # where its Python code is, such as "user_data.py:12 read"
-    published: float  # time.time() of its machine
+    published: float  # seconds since the processes were together, by the clock of its machine
 
     @property
     def age(self) -> float:
-        """Seconds since it was published, by the clocks of two machines."""
-        return time.time() - self.published
+        """Seconds since it was published. The times of day of two machines may differ."""
+        return _together_seconds() - self.published
 
     @property
     def is_stale(self) -> bool:
         return self.age > _STALE_SECONDS
+
+
+_together = time.monotonic()  # when the processes of the run were together
+
+
+def _together_seconds() -> float:
+    return time.monotonic() - _together
 
 
 class PhaseBoard:
@@ -402,7 +409,7 @@ class Watchdog:
             self._step,
             round(seconds, 1),
             place,
-            time.time(),
+            _together_seconds(),
         )
 
 
@@ -424,10 +431,12 @@ _nested_seconds: list[float] = []  # for each open phase, the seconds in nested 
 @contextlib.contextmanager
 def watching(config: RuntimeConfig, workdir: Path) -> Iterator[None]:
     """Watches the calling thread, which calls the functions below; without it they have no effect."""
-    global _watchdog
+    global _watchdog, _together
     if not config.watchdog_factor:
         yield
         return
+    wait_for_processes("watched")
+    _together = time.monotonic()
     _watchdog = Watchdog(config, workdir / HANGS_DIRECTORY)
     try:
         with interrupts.undone(_watchdog.close):

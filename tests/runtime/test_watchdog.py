@@ -270,9 +270,8 @@ def test_timer_of_the_end_spares_a_program_that_uses_its_signal(monkeypatch):
 
 
 def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
-    return Row(
-        process_id, f"host{process_id}", phase, step, 60.0, "user.py:3 read", time.time() - age
-    )
+    published = time.monotonic() - watchdog._together - age
+    return Row(process_id, f"host{process_id}", phase, step, 60.0, "user.py:3 read", published)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +288,14 @@ def test_suspects_are_those_for_whom_the_others_wait(rows, expected):
     assert [
         one.process_id for one in suspects([row(i, *cells) for i, cells in enumerate(rows)])
     ] == expected
+
+
+def test_age_of_a_row_does_not_depend_on_the_time_of_day(make, clock, monkeypatch):
+    """The clocks of machines may be minutes apart, and jump."""
+    published = make()._row()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    clock.seconds += 7.0
+    assert published.age == pytest.approx(7.0)
 
 
 class Store(dict):
