@@ -10,20 +10,16 @@ import jax
 from benchmarks.first_contact.attention_inputs import device_or_h100, seconds_per_call
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
-from jaxlc.models.expert_products import assign, block_product, check_mosaic_product, mosaic_product
-
-_PRODUCTS = dict(mosaic=mosaic_product, blocks=block_product)
+from jaxlc.models.expert_products import PRODUCTS, assign, check_product
 
 
 def expert_rows(sizes: Sizes) -> Iterator[Row]:
-    """The Mosaic kernels need a Hopper GPU: a dry run has `blocks` only."""
-    if not sizes.is_dry_run:
-        yield Row(
-            labels=dict(name="check", kernel="mosaic"),
-            measure=functools.partial(_check, sizes),
-            seconds=40,
-        )
-    for kernel in ("blocks",) if sizes.is_dry_run else _PRODUCTS:
+    """The Mosaic kernels need a Hopper GPU: a dry run has none of them."""
+    kernels = ("pallas", "blocks") if sizes.is_dry_run else ("mosaic", "pallas", "blocks")
+    for kernel in kernels[:-1]:
+        measure = functools.partial(_check, sizes, kernel)
+        yield Row(labels=dict(name="check", kernel=kernel), measure=measure, seconds=40)
+    for kernel in kernels:
         for which in ("forward", "backward"):
             measure = functools.partial(_rate, sizes, kernel, which)
             yield Row(
@@ -31,10 +27,10 @@ def expert_rows(sizes: Sizes) -> Iterator[Row]:
             )
 
 
-def _check(sizes: Sizes) -> dict:
+def _check(sizes: Sizes, kernel: str) -> dict:
     num_experts, model_dim, ffn_dim, _, _ = sizes.experts
     sizes_of_experts = dict(num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
-    return dict(result=check_mosaic_product(jax.devices()[0], **sizes_of_experts))
+    return dict(result=check_product(kernel, jax.devices()[0], **sizes_of_experts))
 
 
 def _rate(sizes: Sizes, kernel: str, which: str) -> dict:
@@ -52,12 +48,12 @@ def _rate(sizes: Sizes, kernel: str, which: str) -> dict:
 
     def forward(carry, w_EDF, expert_n):
         x_nmD, _ = carry
-        out_nmF = _PRODUCTS[kernel](x_nmD, w_EDF, expert_n)
+        out_nmF = PRODUCTS[kernel](x_nmD, w_EDF, expert_n)
         return x_nmD.at[..., 0].add(1e-3 * out_nmF[..., 0]), out_nmF
 
     def backward(carry, x_nmD, w_EDF, expert_n):
         dout_nmF, *_ = carry
-        dx_nmD, dw_EDF = jax.vjp(lambda x, w: _PRODUCTS[kernel](x, w, expert_n), x_nmD, w_EDF)[1](
+        dx_nmD, dw_EDF = jax.vjp(lambda x, w: PRODUCTS[kernel](x, w, expert_n), x_nmD, w_EDF)[1](
             dout_nmF
         )
         return dout_nmF.at[..., 0].add(1e-3 * dx_nmD[..., 0]), dx_nmD, dw_EDF

@@ -267,9 +267,10 @@ class RuntimeConfig:
     # slower, docs/xla_flags.md.
     deterministic: bool = False
     # products of tokens with the experts that they are routed to; docs/experts.md. blocks: batched products of blocks
-    # of tokens, on all devices. mosaic: JAX's kernels for Hopper, in bf16, as fast and with less memory; a run compares
-    # them with blocks before it trains.
-    expert_kernel: Literal["blocks", "mosaic"] = "blocks"
+    # of tokens, on all devices. mosaic: JAX's kernels for Hopper, in bf16, as fast and with less memory. pallas: Triton
+    # kernels for compute capability 8.0, 9.0 and 10.0, in bf16, with as little memory, never timed on a GPU. A run
+    # compares both with blocks before it trains.
+    expert_kernel: Literal["blocks", "mosaic", "pallas"] = "blocks"
     # the chunks of gated_delta_net layers; docs/architecture.md. xla: on all devices. pallas: kernels for GPUs (Triton)
     # with fewer launches and less memory traffic, never timed on a GPU; a run compares them with xla before it trains.
     delta_kernel: Literal["xla", "pallas"] = "xla"

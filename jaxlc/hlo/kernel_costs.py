@@ -2,8 +2,8 @@
 of a compiled program, with the collectives that the schedule overlaps with them.
 
 Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot`
-instructions, and in the Mosaic kernels of experts (`models.kinds.experts`), which multiply each of
-their rows once, padding included. All other arithmetic is assumed to cost nothing compared to the
+instructions, and in the kernels of experts (`models.expert_products`), which multiply each of their
+rows once, padding included. All other arithmetic is assumed to cost nothing compared to the
 memory traffic.
 
 Each operand is read once and each result written once. A slice reads only the part that it takes,
@@ -62,6 +62,7 @@ _CUBLAS = "__cublas$"
 _RECURRENCE_KERNELS = (
     "delta_factors", "delta_factors_gradient", "delta_scan", "delta_scan_gradient",
 )  # fmt: skip
+_EXPERT_KERNELS = "expert_product", "expert_gradient"  # of `models.expert_products`
 MOSAIC = "mosaic_gpu"  # with a version number
 ALLOCATE_BUFFER = "AllocateBuffer"
 
@@ -74,7 +75,8 @@ class Product(NamedTuple):
     columns: int
     depth: int
     batch: int = 1
-    is_grouped: bool = False  # rows are sorted by expert, each of which has a matrix of its own
+    # config.runtime.expert_kernel, if rows are sorted by expert, each of which has a matrix of its own
+    expert_kernel: str = ""
 
     @property
     def flops(self) -> float:
@@ -128,13 +130,13 @@ def _products(
         yield matrix_product(
             computation, instruction, ",".join(dims["lhs_contracting_dimensions"]), batch_dims
         )
-    elif is_expert_kernel(instruction):
+    elif kernel := expert_kernel(instruction):
         # The last operands are x [S, K] and w [E, K, N] or [E, N, K], or x and dout [S, N].
         x = next(
             y.arrays[0] for y in computation.operands(instruction) if len(y.arrays[0].dims) == 2
         )
         rows, depth = x.dims
-        yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, is_grouped=True)
+        yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, expert_kernel=kernel)
     else:
         yield from _recurrence_products(computation, instruction)
 
@@ -168,15 +170,22 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
 
 def delta_kernel(instruction: Instruction) -> str | None:
     """The name of a custom call, if it is a kernel of `attention.recurrence.kernel`."""
+    return _called(instruction, _RECURRENCE_KERNELS)
+
+
+def expert_kernel(instruction: Instruction) -> str | None:
+    """config.runtime.expert_kernel of a custom call that multiplies rows with their experts."""
+    if _is_mosaic(instruction) and EXPERTS in components(instruction.op_name):
+        return "mosaic"
+    return "pallas" if _called(instruction, _EXPERT_KERNELS) else None
+
+
+def _called(instruction: Instruction, names: tuple[str, ...]) -> str | None:
+    """That of the names which a custom call has as a Pallas kernel."""
     if instruction.opcode != "custom-call":
         return None
     parts = components(instruction.op_name)
-    return next((name for name in _RECURRENCE_KERNELS if name in parts), None)
-
-
-def is_expert_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction is a Mosaic kernel of experts."""
-    return _is_mosaic(instruction) and EXPERTS in components(instruction.op_name)
+    return next((name for name in names if name in parts), None)
 
 
 def matrix_product(

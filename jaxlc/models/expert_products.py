@@ -12,12 +12,16 @@ instead of sparse ones.
 Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds.
 Only the sum over the blocks of an expert in its weight gradient is a scatter, in float32.
 
-config.runtime.expert_kernel=mosaic: JAX's Mosaic kernels for Hopper multiply the rows of each group
-by the weights of that group; a group is all blocks of an expert. They copy no weights for a block,
-and sum the gradient of the weights of an expert over all of its rows in float32 before it is
-rounded once. The groups contain all rows, so no row of a result is left uninitialized. No GPU has
-measured these kernels: a run compares them with `block_product` first, in free memory that is
-filled with NaN, as cuDNN's calls for packed documents (`attention.kernels.packed_check`).
+The kernels of config.runtime.expert_kernel copy no weights for a block, and sum the gradient of the
+weights of an expert over all of its rows in float32 before it is rounded once. A run compares them
+with `block_product` first, in free memory that is filled with NaN, as cuDNN's calls for packed
+documents (`attention.kernels.packed_check`).
+
+    mosaic  JAX's kernels for Hopper: each group, all blocks of an expert, times its weights. The
+            groups contain all rows, so no row of a result is left uninitialized.
+    pallas  on Triton. A program of `expert_product` owns some columns of one block, and reads the
+            weights of its expert. A program of `expert_gradient` owns a tile of the gradient of one
+            expert, and adds its blocks one after another.
 """
 
 import functools
@@ -28,8 +32,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 
 from jaxlc import _jax_internals
+from jaxlc.attention.kernels import pallas
 from jaxlc.attention.kernels.packed_check import largest_error, measured_error
 from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import scopes
@@ -37,66 +44,149 @@ from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import Unsupported
 from jaxlc.models.matmuls import E4M3, E5M2, scaled_product, to_fp8
 
-COMPUTE_CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup instructions
+COMPUTE_CAPABILITY = "9.0"  # Hopper: the Mosaic kernels use its warpgroup instructions
 _MAX_ELEMENTS = 2**31 - 1  # of an operand; assumed, since offsets may be int32
 _PIPELINE = dict(max_concurrent_steps=4, grid_block_n=1)
+_TRITON_PARAMS = dict(num_warps=8, num_stages=3)
+_TRITON_TILE = (
+    128,
+    256,
+)  # at most; reads of smaller tiles from the L2 cache would take longer than their products
+_DEPTH = 64  # of one step of a loop over the dimension that is summed
 
 
-@jax.custom_vjp
-def mosaic_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
-    """As `block_product`, of bfloat16 rows. The gradient of w is rounded to bfloat16.
-
-    Raises:
-      Unsupported: an operand has too many elements.
-    """
-    return _product(x_nmD, w_EDF, expert_n)
-
-
-def _product(x_nmK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
-    """x_nmK times w_EKN, or with `transposed` times w_ENK with its last two dimensions transposed."""
-    num_blocks, rows, depth = x_nmK.shape
-    width = w_EKN.shape[1 if transposed else 2]
-    num_rows = num_blocks * rows
-    columns = max(depth, width)
-    if num_rows * columns > _MAX_ELEMENTS:
-        raise Unsupported(
-            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {columns:,} elements (supported: fewer"
-            " than 2^31 elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
-        )
-    out_SN = _jax_internals.mosaic_ragged_dot(
-        x_nmK.reshape(-1, depth),
-        w_EKN.astype(x_nmK.dtype),
-        _group_sizes(expert_n, len(w_EKN), rows),
+def _mosaic(x_SK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
+    """x_SK times w_EKN, or with `transposed` times w_ENK with its last two dimensions transposed."""
+    return _jax_internals.mosaic_ragged_dot(
+        x_SK,
+        w_EKN,
+        _group_sizes(expert_n, len(w_EKN), len(x_SK) // len(expert_n)),
         transpose_rhs=transposed,
         block_m=128,
-        block_n=_tile(width),
+        block_n=_tile(w_EKN.shape[1 if transposed else 2], 128),
         block_k=64,
         **_PIPELINE,
     )
-    return out_SN.reshape(num_blocks, rows, width)
 
 
-def _backward(residuals, dout_nmF):
-    x_nmD, w_EDF, expert_n = residuals
-    num_experts, D, F = w_EDF.shape
-    dx_nmD = _product(dout_nmF, w_EDF, expert_n, transposed=True)
-    dw_EDF = _jax_internals.mosaic_ragged_gradient(
-        x_nmD.reshape(-1, D),
-        dout_nmF.reshape(-1, F),
-        _group_sizes(expert_n, num_experts, x_nmD.shape[1]),
-        block_m=_tile(D),
-        block_n=_tile(F),
+def _mosaic_gradient(x_SK, dout_SN, expert_n, num_experts: int, dtype) -> jax.Array:
+    return _jax_internals.mosaic_ragged_gradient(
+        x_SK,
+        dout_SN,
+        _group_sizes(expert_n, num_experts, len(x_SK) // len(expert_n)),
+        block_m=_tile(x_SK.shape[1], 128),
+        block_n=_tile(dout_SN.shape[1], 128),
         block_k=64,
         **_PIPELINE,
+    ).astype(dtype)
+
+
+def _pallas(x_SK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
+    """As `_mosaic`."""
+    num_rows, depth = x_SK.shape
+    rows = num_rows // len(expert_n)
+    width = w_EKN.shape[1 if transposed else 2]
+    columns = _tile(width, _TRITON_TILE[1])
+    return pallas.run_kernel(
+        functools.partial(_product_kernel, transposed=transposed),
+        (expert_n, x_SK, w_EKN),
+        grid=(width // columns, len(expert_n)),
+        in_specs=[
+            pl.BlockSpec(expert_n.shape, lambda j, n: (0,)),
+            pl.BlockSpec((rows, depth), lambda j, n: (n, 0)),
+            pl.BlockSpec(w_EKN.shape, lambda j, n: (0, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((rows, columns), lambda j, n: (n, j)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, width), x_SK.dtype),
+        name="expert_product",
+        **_TRITON_PARAMS,
     )
-    return dx_nmD, dw_EDF.astype(w_EDF.dtype), None
 
 
-mosaic_product.defvjp(lambda *operands: (mosaic_product(*operands), operands), _backward)
+def _product_kernel(expert_ref, x_ref, w_ref, out_ref, *, transposed: bool):
+    expert = expert_ref[pl.program_id(1)]
+    rows, width = out_ref.shape
+    columns = pl.ds(pl.program_id(0) * width, width)
+    block = math.gcd(_DEPTH, x_ref.shape[1])
+
+    def add(i, total):
+        depth = pl.ds(i * block, block)
+        w = w_ref[expert, columns, depth].T if transposed else w_ref[expert, depth, columns]
+        return total + lax.dot(x_ref[:, depth], w, preferred_element_type=jnp.float32)
+
+    total = jnp.zeros((rows, width), jnp.float32)
+    total = lax.fori_loop(0, x_ref.shape[1] // block, add, total)
+    out_ref[...] = total.astype(out_ref.dtype)
+
+
+def _pallas_gradient(x_SK, dout_SN, expert_n, num_experts: int, dtype) -> jax.Array:
+    num_rows = len(x_SK)
+    dims = x_SK.shape[1], dout_SN.shape[1]
+    tile = tuple(map(_tile, dims, _TRITON_TILE))
+    first_block = jnp.searchsorted(expert_n, jnp.arange(num_experts + 1)).astype(jnp.int32)
+    return pallas.run_kernel(
+        functools.partial(_gradient_kernel, rows=num_rows // len(expert_n)),
+        (first_block, x_SK, dout_SN),
+        grid=(dims[1] // tile[1], dims[0] // tile[0], num_experts),
+        in_specs=[
+            pl.BlockSpec(first_block.shape, lambda j, i, e: (0,)),
+            pl.BlockSpec((num_rows, tile[0]), lambda j, i, e: (0, i)),
+            pl.BlockSpec((num_rows, tile[1]), lambda j, i, e: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((None, *tile), lambda j, i, e: (e, i, j)),
+        out_shape=jax.ShapeDtypeStruct((num_experts, *dims), dtype),
+        name="expert_gradient",
+        **_TRITON_PARAMS,
+    )
+
+
+def _gradient_kernel(first_ref, x_ref, dout_ref, dw_ref, *, rows: int):
+    expert = pl.program_id(2)
+    step = min(_DEPTH, rows)
+
+    def add(i, total):
+        tokens = pl.ds(i * step, step)
+        product = lax.dot(
+            x_ref[tokens, :].T, dout_ref[tokens, :], preferred_element_type=jnp.float32
+        )
+        return total + product
+
+    first, last = (first_ref[expert + i] * (rows // step) for i in range(2))
+    total = lax.fori_loop(first, last, add, jnp.zeros(dw_ref.shape, jnp.float32))
+    dw_ref[...] = total.astype(dw_ref.dtype)
+
+
+def _grouped(kernel: str, product: Callable, gradient: Callable) -> Callable:
+    """As `block_product`, by the functions of a kernel, whose rows are in one dimension."""
+
+    def run(x_nmK, w_EKN, expert_n, **options):
+        *rows, depth = x_nmK.shape
+        columns = max(w_EKN.shape[1:])
+        if math.prod(rows) * columns > _MAX_ELEMENTS:
+            raise Unsupported(
+                f"config.runtime.expert_kernel={kernel!r} with {math.prod(rows):,} rows of {columns:,} elements"
+                " (supported: fewer than 2^31 elements); use a smaller --config.memory.tile_tokens, or"
+                " --config.runtime.expert_kernel=blocks"
+            )
+        out = product(x_nmK.reshape(-1, depth), w_EKN.astype(x_nmK.dtype), expert_n, **options)
+        return out.reshape(*rows, -1)
+
+    @jax.custom_vjp
+    def multiply(x_nmD, w_EDF, expert_n):
+        return run(x_nmD, w_EDF, expert_n)
+
+    def backward(residuals, dout_nmF):
+        x_nmD, w_EDF, expert_n = residuals
+        dx_nmD = run(dout_nmF, w_EDF, expert_n, transposed=True)
+        x_SD, dout_SF = (x.reshape(-1, x.shape[-1]) for x in (x_nmD, dout_nmF))
+        return dx_nmD, gradient(x_SD, dout_SF, expert_n, len(w_EDF), w_EDF.dtype), None
+
+    multiply.defvjp(lambda *operands: (multiply(*operands), operands), backward)
+    return multiply
 
 
 def check_devices(devices: Iterable[jax.Device]) -> None:
-    """Raises Unsupported if a device is not a Hopper GPU."""
+    """Raises Unsupported if a device is not a Hopper GPU, which the Mosaic kernels need."""
     for device in devices:
         capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
         if str(capability) != COMPUTE_CAPABILITY:
@@ -112,9 +202,9 @@ def _group_sizes(expert_n: jax.Array, num_experts: int, block_rows: int) -> jax.
     return block_rows * jnp.bincount(expert_n, length=num_experts).astype(jnp.int32)
 
 
-def _tile(dim: int) -> int:
+def _tile(dim: int, most: int) -> int:
     """The size of tiles of a dimension, which is a multiple of 64 (`config.kinds.experts`)."""
-    return 128 if dim % 128 == 0 else 64
+    return math.gcd(dim, most)
 
 
 _BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks
@@ -307,7 +397,11 @@ def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax
     return sums.reshape(num_experts, *dims, F)
 
 
-_PRODUCTS = dict(blocks=block_product, mosaic=mosaic_product)  # by config.runtime.expert_kernel
+PRODUCTS = dict(  # by config.runtime.expert_kernel
+    blocks=block_product,
+    mosaic=_grouped("mosaic", _mosaic, _mosaic_gradient),
+    pallas=_grouped("pallas", _pallas, _pallas_gradient),
+)
 
 
 class LowRank(NamedTuple):
@@ -355,7 +449,7 @@ def expert_outputs(
     rows_nmD = rows_of(x_TD, assignments)
 
     def product(name, x, w, bias, adapter):
-        out = (fp8_block_product if name in fp8_names else _PRODUCTS[kernel])(x, w, expert_n)
+        out = (fp8_block_product if name in fp8_names else PRODUCTS[kernel])(x, w, expert_n)
         if adapter is not None:
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
@@ -389,12 +483,19 @@ _BLOCK_ROWS = 64  # half a tile of the kernels: tiles have rows of several exper
 _ADVICE = "set --config.runtime.expert_kernel=blocks, and report the GPU and the version of JAX"
 
 
-def check_mosaic_product(
-    device: jax.Device, *, num_experts: int, model_dim: int, ffn_dim: int, dtype=jnp.bfloat16
+def check_product(
+    kernel: str,
+    device: jax.Device,
+    *,
+    num_experts: int,
+    model_dim: int,
+    ffn_dim: int,
+    dtype=jnp.bfloat16,
 ) -> str:
     """Compares the products with up, or gate, and with down of some rows.
 
     Args:
+      kernel: config.runtime.expert_kernel.
       ffn_dim: width of an expert on a rank.
     Returns:
       A line with the largest error.
@@ -409,13 +510,13 @@ def check_mosaic_product(
         for dims in ((model_dim, ffn_dim), (ffn_dim, model_dim)):
             inputs = _inputs(num_experts, *dims, dtype)
             yield (
-                functools.partial(_results, mosaic_product, *inputs),
+                functools.partial(_results, PRODUCTS[kernel], *inputs),
                 functools.partial(error, inputs),
             )
 
-    messages = "the Mosaic kernels of experts fail", "the Mosaic kernels of experts are wrong"
+    messages = tuple(f"the {kernel} kernels of experts {x}" for x in ("fail", "are wrong"))
     measured = measured_error(comparisons(), device, messages, _ADVICE)
-    return f"kernel     mosaic for experts: {measured}"
+    return f"kernel     {kernel} for experts: {measured}"
 
 
 def _inputs(num_experts: int, depth: int, width: int, dtype) -> tuple[jax.Array, ...]:

@@ -39,7 +39,7 @@ from jaxlc.hlo.kernel_costs import (
     attention_kernel,
     delta_kernel,
     documents_per_row,
-    is_expert_kernel,
+    expert_kernel,
 )
 from jaxlc.hlo.memory_dump import Dump, Launches, LiveTensor, count_launches, read
 from jaxlc.hlo.parser import PASSES, Instruction, components, pass_of
@@ -592,8 +592,8 @@ def kernels(program: AnalyzedProgram) -> dict[str, int]:
 
 
 def _library_call(instruction: Instruction) -> str | None:
-    if is_expert_kernel(instruction):
-        return f"mosaic experts {pass_of(instruction.op_name)}"
+    if name := expert_kernel(instruction):
+        return f"{name} experts {pass_of(instruction.op_name)}"
     if name := delta_kernel(instruction):
         return f"pallas {name}"
     if instruction.opcode == "custom-call":

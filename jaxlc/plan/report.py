@@ -334,8 +334,11 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
         if name.startswith(("cudnn_packed", "fa3_packed")):
             kernel = name.partition("_")[0]
             note = f"kernel {kernel}, with the lengths and offsets of documents"
-        elif name.startswith("mosaic experts"):
-            note = "compared with blocks before a run trains; estimated from the rate of one measured step"
+        elif " experts " in name:
+            rate = (
+                "an assumed rate" if name.startswith("pallas") else "the rate of one measured step"
+            )
+            note = f"compared with blocks before a run trains; estimated from {rate}"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
     if plan.launches is not None:
         operations, launches, graphs, synchronizations = (f"{count:,}" for count in plan.launches)

@@ -26,7 +26,7 @@ from jax.profiler import ProfileData
 from jaxlc.core.errors import UserError
 from jaxlc.core.scopes import EXPERTS
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.kernel_costs import MOSAIC, is_expert_kernel, kernel_cost
+from jaxlc.hlo.kernel_costs import MOSAIC, expert_kernel, kernel_cost
 from jaxlc.hlo.parser import COLLECTIVES, Computation, Instruction, components, is_in_attention
 
 _GPU_PLANE = re.compile(r"/device:GPU:\d+")
@@ -220,7 +220,7 @@ class EventClasses:
         """Whether experts, and whether attention, are Mosaic kernels in the program."""
         calls = self._program.attention_calls if self._program else ()
         has_experts = any(
-            is_expert_kernel(instruction) for _, instruction in self._locations.values()
+            expert_kernel(instruction) == "mosaic" for _, instruction in self._locations.values()
         )
         return has_experts, any(counted.call.kernel == "mosaic" for counted in calls)
 

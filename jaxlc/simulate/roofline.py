@@ -183,9 +183,10 @@ _ATTENTION_ON_BLACKWELL = {
 }
 _ASSUMED = Rates(0.7, 0.7, 0.85, _ATTENTION_ON_AMPERE, 108, 3.1e-6, are_assumed=True)
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
-# fraction of the peak that the Mosaic products of experts achieve: about 280 TFLOP/s in the trace of a step on one H100
-# (benchmarks/2026-11-27-h100.md)
-EXPERT_KERNEL = 0.28
+# Fractions of the peak that kernels of experts achieve. mosaic: about 280 TFLOP/s in the trace of a step on one H100
+# (benchmarks/2026-11-27-h100.md). pallas: assumed; other grouped products in Triton have 469 to 490 TFLOP/s on an H200
+# (tile-ai/TileOPs, issue 1567).
+EXPERT_KERNELS = dict(mosaic=0.28, pallas=0.45)
 _RATES = MappingProxyType(
     {
         "t4": _ASSUMED._replace(num_multiprocessors=40),
@@ -305,7 +306,7 @@ class Roofline:
     attention_half_keys_unmasked: float = HALF_KEYS_UNMASKED
     matmul_share: float | None = None
     f8_matmul_share: float | None = None
-    # products of runtime.expert_kernel=mosaic; None: an assumed value
+    # products of runtime.expert_kernel=mosaic or pallas
     expert_kernel_share: float | None = None
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
@@ -440,8 +441,8 @@ class Roofline:
         """The time of a product relative to that of a large one, which achieves `share` of the
         peak.
         """
-        if product.is_grouped:
-            return share / (self.expert_kernel_share or EXPERT_KERNEL)
+        if kernel := product.expert_kernel:
+            return share / (self.expert_kernel_share or EXPERT_KERNELS[kernel])
         shape = (product.rows, product.columns, product.batch)
         occupied = wave_efficiency(*shape, rates(device).num_multiprocessors)
         return 1 + self.matmul_wave_weight * (1 / occupied - 1)

@@ -18,9 +18,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
+from jaxlc.attention.kernels import pallas
 from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed
-from jaxlc.attention.recurrence import kernel as delta_kernel
+from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY
 from jaxlc.attention.recurrence.sharded_rule import check_kernel
 from jaxlc.config import Config, LoraConfig, ModelConfig
 from jaxlc.config.checks.all_checks import check
@@ -31,7 +32,7 @@ from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import expert_products, lora
 from jaxlc.models.contract import ChoosesKernel
-from jaxlc.models.expert_products import check_mosaic_product
+from jaxlc.models.expert_products import check_product
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, denominator, means
 from jaxlc.runtime import compilation_cache, xla_flags
@@ -137,8 +138,12 @@ def build_step(
         check(config, on_devices=False)
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
-    if config.runtime.delta_kernel == "pallas":
-        delta_kernel.check_devices(mesh.devices.flat)
+    for setting, alternative, excluded in (
+        ("expert_kernel", "blocks", SMALL_SHARED_MEMORY),
+        ("delta_kernel", "xla", ()),
+    ):
+        if vars(config.runtime)[setting] == "pallas":
+            pallas.check_devices(mesh.devices.flat, setting, alternative, excluded)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(
@@ -537,26 +542,26 @@ def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
 
 def check_kernels(step: TrainStep) -> list[str]:
     """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's and fa3's calls for
-    packed documents and the Mosaic products of experts with the reference, and the version of cuDNN
+    packed documents and the kernels of experts with the reference, and the version of cuDNN
     with what config.runtime.deterministic needs.
 
     Returns:
       Lines with the errors; none without such kernels.
     Raises:
-      UserError: as `check_packed`, `check_deterministic` and `check_mosaic_product`.
+      UserError: as `check_packed`, `check_deterministic` and `check_product`.
     """
     config = step.config
     device = jax.local_devices()[0]
     if device.platform != "gpu" or step.model is not None:
         return []
     lines = _check_attention(step, device)
-    if config.runtime.expert_kernel == "mosaic":
+    expert_kernel = config.runtime.expert_kernel
+    if expert_kernel != "blocks":
         model = config.model
         ffn_dim = model.experts.ffn_dim // config.mesh.tensor
-        sizes = dict(
-            num_experts=model.experts.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim
-        )
-        lines.append(check_mosaic_product(device, **sizes))
+        width = model.experts.latent_dim or model.model_dim
+        sizes = dict(num_experts=model.experts.num_experts, model_dim=width, ffn_dim=ffn_dim)
+        lines.append(check_product(expert_kernel, device, **sizes))
     if config.runtime.delta_kernel == "pallas":
         lines += _check_recurrence(config.model, device)
     return lines

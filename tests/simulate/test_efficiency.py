@@ -129,7 +129,7 @@ def test_constants_file_replaces_every_curve():
         model.matmul_seconds(device, "bf16", product.flops, (product,))
         == product.flops * padded + 0.5
     )
-    grouped = product._replace(is_grouped=True)
+    grouped = product._replace(expert_kernel="pallas")
     assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == grouped.flops + 0.5
     assert (
         model.nvlink_seconds(device, 1, 3)

@@ -19,6 +19,7 @@ from jaxlc.step import step as kernel_checks
 from jaxlc.step.loss import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import (
+    HYBRID,
     make_batch,
     natural_rows,
     put_params,
@@ -27,7 +28,14 @@ from tests.step.synthetic import (
     without_padding,
 )
 from tests.step.test_replay import policy_rows
-from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, FP8_GRADIENT, max_relative_error
+from tests.tolerances import (
+    BFLOAT16_ATTENTION,
+    BFLOAT16_GRADIENT,
+    FLOAT32_PARITY,
+    FP8_GRADIENT,
+    max_relative_error,
+    relative_norm_error,
+)
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
 DENSE_BETWEEN = dict(
@@ -48,6 +56,7 @@ BIASED = DENSE_BETWEEN | SIGMOID | SHARED
 LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
 FP8 = dict(compute="fp8", fp8_matmuls=("query", "expert_gate", "expert_up", "expert_down"))
 NO_EXPERTS = dict(num_experts=0, experts_per_token=0, expert_ffn_dim=0, renormalize_router=False)
+DELTA_DIMS = dict(delta_key_dim=16, delta_value_dim=32)
 MOSAIC, BF16 = dict(expert_kernel="mosaic"), dict(compute="bf16")
 
 
@@ -398,6 +407,10 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
             dict(runtime=MOSAIC, precision=dict(compute="bf16", reduce="fp32")),
             "precision.reduce='fp32'",
         ),
+        (
+            dict(runtime=dict(expert_kernel="pallas"), precision=BF16),
+            "'pallas' with .*model_dim=32",
+        ),
         (dict(runtime=MOSAIC, precision=BF16), "model_dim=32 .supported: multiples of 64.; use"),
         (
             dict(
@@ -422,7 +435,34 @@ def test_step_with_mosaic_on_cpu_raises():
         UserError,
         match="expert_kernel='mosaic' needs GPUs of compute capability 9.0, and cpu is no",
     ):
-        small_step(_mosaic_config())
+        small_step(_kernel_config("mosaic"))
+
+
+def test_gpus_that_triton_kernels_do_not_support_are_refused():
+    def mesh(capability):
+        device = SimpleNamespace(device_kind="GPU", compute_capability=capability)
+        return SimpleNamespace(devices=np.array([device]))
+
+    problem = "8.0 or higher but 8.6, 8.9, 12.0, and GPU has 8.9; .*expert_kernel=blocks"
+    with pytest.raises(UserError, match=problem):
+        kernel_checks.build_step(_kernel_config("pallas"), mesh("8.9"))
+    delta = small_config(model=HYBRID | DELTA_DIMS, runtime=dict(delta_kernel="pallas"))
+    with pytest.raises(UserError, match="8.0 or higher, and GPU has 7.0; .*delta_kernel=xla"):
+        kernel_checks.build_step(delta, mesh("7.0"))
+
+
+def test_step_with_pallas_equals_blocks():
+    """The weights of an expert are split over tensor; bf16."""
+    axes = dict(context=2, tensor=2)
+    results = []
+    for kernel in ("pallas", "blocks"):
+        step = small_step(_kernel_config(kernel, **axes))
+        batch = make_batch(step, natural_rows())
+        params = put_params(step, jax.device_get(step.init().params))
+        results.append(jax.device_get(jax.jit(step.objective.loss_and_grads)(params, batch)))
+    got, expected = results
+    assert relative_norm_error(got[0], expected[0]) < BFLOAT16_ATTENTION
+    assert relative_norm_error(got[1], expected[1]) < BFLOAT16_GRADIENT
 
 
 def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatch):
@@ -440,7 +480,7 @@ def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatc
     monkeypatch.setattr(_jax_internals, "mosaic_ragged_dot", dot)
     monkeypatch.setattr(_jax_internals, "mosaic_ragged_gradient", gradient)
     monkeypatch.setattr(expert_products, "check_devices", lambda devices: None)
-    step = small_step(_mosaic_config(context=2, tensor=2))
+    step = small_step(_kernel_config("mosaic", context=2, tensor=2))
     jax.eval_shape(step.objective.loss_and_grads, step.abstract_state.params, step.abstract_batch)
     up, down = (8, 64, 128), (8, 128, 64)
     assert calls == {("forward", up): 4, ("forward", down): 2} | {
@@ -450,9 +490,11 @@ def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatc
 
 def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
-    monkeypatch.setattr(kernel_checks, "check_mosaic_product", lambda device, **sizes: sizes)
+    monkeypatch.setattr(kernel_checks, "check_product", lambda kernel, device, **sizes: sizes)
     for tensor in (1, 2):
-        step = SimpleNamespace(config=_mosaic_config(tensor=tensor), model=None, kernels={})
+        step = SimpleNamespace(
+            config=_kernel_config("mosaic", tensor=tensor), model=None, kernels={}
+        )
         assert kernel_checks.check_kernels(step) == [
             dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)
         ]
@@ -460,10 +502,10 @@ def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypat
     assert kernel_checks.check_kernels(step) == []
 
 
-def _mosaic_config(**mesh):
+def _kernel_config(kernel, **mesh):
     return small_config(
         model=EXPERTS | dict(model_dim=64, expert_ffn_dim=256),
         mesh=mesh,
-        runtime=MOSAIC,
+        runtime=dict(expert_kernel=kernel),
         precision=BF16,
     )

@@ -22,7 +22,7 @@ heads that share its key/value head.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from jaxlc.attention.key_ranges import (
     rectangle_block_ranges,
     tuning_params,
 )
+from jaxlc.core.errors import Unsupported
 
 LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)
@@ -54,6 +55,26 @@ def _triton() -> ModuleType:
     from jax.experimental.pallas import triton
 
     return triton
+
+
+def check_devices(
+    devices: Iterable[jax.Device], setting: str, alternative: str, excluded: Collection[str] = ()
+) -> None:
+    """Raises Unsupported if a device is a GPU that Triton's products do not support.
+
+    Args:
+      setting: of config.runtime, which selects the kernels.
+      alternative: its value without them.
+      excluded: compute capabilities that the kernels do not support.
+    """
+    but = f" but {', '.join(excluded)}" if excluded else ""
+    for device in devices:
+        capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
+        if capability is not None and (float(capability) < 8 or str(capability) in excluded):
+            raise Unsupported(
+                f"config.runtime.{setting}='pallas' needs GPUs of compute capability 8.0 or higher{but}, and"
+                f" {device.device_kind} has {capability}; use --config.runtime.{setting}={alternative}"
+            )
 
 
 def run_kernel(

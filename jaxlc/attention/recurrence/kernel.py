@@ -12,7 +12,7 @@ of TF32 factors, each thread would have copies in its registers. Triton's sizes 
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxlc.attention.kernels.pallas import run_kernel
-from jaxlc.core.errors import Unsupported
 
 # Less than `chunks.CHUNK_TOKENS`, which it divides: a program has several arrays [C, K] and [C, C] of
 # float32 in its registers.
@@ -31,17 +30,6 @@ _CHUNK_PARAMS = dict(num_warps=8, num_stages=1)
 _SCAN_PARAMS = dict(num_warps=4, num_stages=2)
 _SCAN_COLUMNS = 32
 _COLUMNS = 64  # of one step of a loop over the columns of keys or values
-
-
-def check_devices(devices: Iterable[jax.Device]) -> None:
-    """Raises Unsupported if a device is a GPU that Triton's products do not support."""
-    for device in devices:
-        capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
-        if capability is not None and float(capability) < 8:
-            raise Unsupported(
-                "config.runtime.delta_kernel='pallas' needs GPUs of compute capability 8.0 or higher, and"
-                f" {device.device_kind} has {capability}; use --config.runtime.delta_kernel=xla"
-            )
 
 
 class Operands(NamedTuple):

@@ -81,21 +81,22 @@ STACKED_TENSORS = (
     LayerTensor("down_bias", "mlp.experts.down_proj_bias", None),
 )
 
-# by runtime.expert_kernel; mosaic copies no weights for a block
-_MAX_BLOCK_ROWS = dict(blocks=512, mosaic=64)
-_MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/kinds/experts.py
+# By runtime.expert_kernel; mosaic and pallas copy no weights for a block. Triton's products have at least 16 rows.
+_BLOCK_ROWS = dict(blocks=(1, 512), mosaic=(1, 64), pallas=(16, 128))
+_DIM_MULTIPLE = 64  # tiles of the kernels of models/expert_products.py
 _ATTENTION_NAMES = "query,key,value,attention_projected"
 
 
 def block_rows(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
     """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts
-    have equal loads.
+    have equal loads, within the limits of the kernel.
 
     Args:
       kernel: config.runtime.expert_kernel.
     """
     mean = num_rows / num_experts
-    return min(_MAX_BLOCK_ROWS[kernel], 2 ** max(0, int(math.log2(max(1.0, mean / 4)))))
+    fewest, most = _BLOCK_ROWS[kernel]
+    return max(fewest, min(most, 2 ** int(math.log2(max(1.0, mean / 4)))))
 
 
 def num_blocks(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
@@ -240,8 +241,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
                         f"unsupported: FP8 products of experts with config.precision.{name}={value!r}; remove it, or"
                         f" use --config.precision.fp8_matmuls={_ATTENTION_NAMES}"
                     )
-        if config.runtime.expert_kernel == "mosaic":
-            yield from _mosaic_problems(layer, config)
+        if config.runtime.expert_kernel != "blocks":
+            yield from _kernel_problems(layer, config)
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         sizes = layer.section(ExpertsConfig)
@@ -290,21 +291,21 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
         )
 
 
-def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
-    """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
+def _kernel_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
+    """What the kernels of experts do not support. `step.build_step` checks the GPUs."""
     sizes = layer.section(ExpertsConfig)
     precision = config.precision
-    mosaic = "config.runtime.expert_kernel='mosaic'"
+    kernel = f"config.runtime.expert_kernel={config.runtime.expert_kernel!r}"
     if precision.compute in ("fp32", "fp16"):
-        yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
+        yield f"unsupported: {kernel} with config.precision.compute={precision.compute!r}; use compute=bf16"
     if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
         yield (
-            f"unsupported: {mosaic} with FP8 products of experts; use --config.precision.fp8_matmuls="
+            f"unsupported: {kernel} with FP8 products of experts; use --config.precision.fp8_matmuls="
             f"{_ATTENTION_NAMES}, or --config.runtime.expert_kernel=blocks"
         )
-    if precision.reduce == "fp32":
+    if precision.reduce == "fp32" and config.runtime.expert_kernel == "mosaic":
         yield (
-            f"unsupported: {mosaic}, whose gradients of weights are bf16, with config.precision.reduce='fp32'; use"
+            f"unsupported: {kernel}, whose gradients of weights are bf16, with config.precision.reduce='fp32'; use"
             " --config.precision.reduce=compute, or --config.runtime.expert_kernel=blocks"
         )
     tensor = config.mesh.tensor
@@ -316,9 +317,9 @@ def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
         ),
         ("experts.ffn_dim", sizes.ffn_dim, tensor),
     ):
-        if dim % (_MOSAIC_DIM_MULTIPLE * factor):
+        if dim % (_DIM_MULTIPLE * factor):
             split = f" x config.mesh.tensor={tensor}" if factor > 1 else ""
             yield (
-                f"unsupported: {mosaic} with config.model.{name}={dim} (supported: multiples of"
-                f" {_MOSAIC_DIM_MULTIPLE}{split}); use --config.runtime.expert_kernel=blocks"
+                f"unsupported: {kernel} with config.model.{name}={dim} (supported: multiples of"
+                f" {_DIM_MULTIPLE}{split}); use --config.runtime.expert_kernel=blocks"
             )
