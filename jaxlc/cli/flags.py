@@ -138,8 +138,7 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
     Raises:
       UserError: a directory, a missing directory, no permission, or an unknown image format.
     """
-    local_path(path)  # raises for a URL
-    path = Path(path)
+    path = local_path(path)
     directory = path.resolve().parent
     if path.is_dir():
         raise UserError(f"--{flag}={path} is a directory; choose the name of a file")
@@ -156,4 +155,4 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
 
 
 def write_json(path: str | Path, values: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(values, indent=1) + "\n")
+    local_path(path).write_text(json.dumps(values, indent=1) + "\n")

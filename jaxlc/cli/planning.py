@@ -130,7 +130,7 @@ def run_plan(command: ParsedCommand[PlanFlags]) -> int:
     if flags.html:
         plans[0].save(flags.html, result.totals())
     if flags.timeline:
-        plans[0].timeline_figure().savefig(flags.timeline)
+        plans[0].timeline_figure().savefig(local_path(flags.timeline))
     return 0
 
 
@@ -341,7 +341,7 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     of `init` does not depend on the given config, unless the config has stages.
     """
     start_seconds = time.monotonic()
-    flags, stages, path = command.flags, command.stages, Path(command.flags.out)
+    flags, stages, path = command.flags, command.stages, local_path(command.flags.out)
     verb = "init" if isinstance(flags, InitFlags) else "recommend"
     source, model = flags.config, flags.model or ""
     topology = target_topology(flags.topology, stages[0].config)

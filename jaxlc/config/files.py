@@ -260,7 +260,7 @@ def _find(name: str) -> Path:
     shipped = shipped_configs()
     if name in shipped:
         return shipped[name]
-    path = Path(name)
+    path = local_path(name)
     if path.suffix in (".yaml", ".yml", ".json", ".toml"):
         raise UserError(
             f"invalid config file {name!r}: a config is a Python file. `jaxlc init --model=MODEL --data=PATHS"

@@ -15,7 +15,7 @@ from typing import Any, Self
 from jaxlc.config.models.presets import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import read_json_file
+from jaxlc.core.files import local_path, read_json_file
 from jaxlc.core.plot_style import RED, TEAL
 from jaxlc.core.text import count_text, details, gib, preformatted
 from jaxlc.generation.generate_text import GenerationMemory
@@ -125,7 +125,7 @@ class PlanRecord:
         """
         is_path = not isinstance(source, Mapping)
         try:
-            values = read_json_file(Path(source)) if is_path else source
+            values = read_json_file(local_path(source)) if is_path else source
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the plan {source}: {error}") from error
         try:

@@ -20,6 +20,7 @@ from jaxlc.config.models.pretrained import context_warning
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import local_path
 from jaxlc.core.text import aligned, count_text, gib
 from jaxlc.generation.generate_text import rollout_memory, sample_memory
 from jaxlc.plan import report
@@ -119,7 +120,7 @@ class Plan(PlanRecord):
         """
         errors.require("matplotlib", "the plan as an HTML page")
         try:
-            Path(path).write_text(
+            local_path(path).write_text(
                 report.document(self.title, self._html(totals or {})), encoding="utf-8"
             )
         except OSError as error:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from jaxlc.core import errors, plot_style
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError, checked
-from jaxlc.core.files import read_json_lines
+from jaxlc.core.files import local_path, read_json_lines
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
 from jaxlc.core.processes import Row
 from jaxlc.core.text import aligned, preformatted
@@ -416,7 +416,9 @@ def load(path: str | Path) -> Ranking:
     Raises:
       UserError: there are no points.
     """
-    file = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    file = local_path(path)
+    if file.is_dir():
+        file /= ROWS
     rows = read_rows(file)
     if not rows:
         raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import make_writable
+from jaxlc.core.files import local_path, make_writable
 from jaxlc.core.processes import Row, Work, run_in_processes
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
@@ -189,7 +189,7 @@ def estimate(
         | options
     )
     if constants:  # other constants give other rows
-        about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
+        about["constants"] = hashlib.sha256(local_path(constants).read_bytes()).hexdigest()[:16]
     work = functools.partial(estimate_point, constants=constants, **options)
     return run(
         points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over

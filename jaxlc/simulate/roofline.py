@@ -25,7 +25,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ import numpy as np
 
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import MAX_JSON_BYTES, parse_json, read_limited
+from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product
 
@@ -455,7 +454,7 @@ def from_file(path: str) -> Roofline:
     if not path:
         return Roofline()
     try:
-        text = read_limited(Path(path), MAX_JSON_BYTES)
+        text = read_limited(local_path(path), MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the constants file {path}: {reason_of(error)}") from error
     return read(text)

@@ -3,10 +3,14 @@ from pathlib import Path
 
 import pytest
 
+import jaxlc
 from jaxlc import cli
+from jaxlc.cli.flags import check_output_file, write_json
+from jaxlc.config import read_config
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
 from jaxlc.runtime import peers
+from jaxlc.simulate import roofline
 from tests.helpers import without_home
 
 
@@ -22,6 +26,23 @@ def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkey
 )
 def test_local_path_expands_the_home_directory(path):
     assert str(local_path(path)) == path.replace("~/", f"{Path.home()}/")
+
+
+def test_files_of_flags_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    """A shell expands `~` at the begin of a word only, not in --json=~/plan.json."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.py").write_text("from jaxlc.config import defaults as get_config\n")
+    (tmp_path / "sweep").mkdir()
+    assert read_config("~/my.py") is not None
+    check_output_file("json", "~/constants.json")
+    write_json("~/constants.json", {"matmul_share": 0.5})
+    assert roofline.from_file("~/constants.json").matmul_share == 0.5
+    for read, path, problem in (
+        (jaxlc.plan.Plan.from_json, "~/constants.json", "invalid plan"),
+        (jaxlc.sweep.load, "~/sweep", f"no points in {tmp_path}"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            read(path)
 
 
 def test_local_path_without_a_home_directory_raises(monkeypatch):
