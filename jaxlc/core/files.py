@@ -25,7 +25,7 @@ import time
 import tokenize
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -289,7 +289,9 @@ def locked(
     """
 
     def delete() -> None:
-        path.unlink(missing_ok=True)
+        # such as on a file system that has become read-only: the error of the block is the cause
+        with suppress(OSError):
+            path.unlink()
 
     with (
         _acquired(path, on_wait, timeout_seconds, on_unsupported, problem) as file,

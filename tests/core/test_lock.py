@@ -35,6 +35,19 @@ def test_locked_file_is_gone_after_use_and_after_failure(tmp_path: Path):
     assert not path.exists()
 
 
+def test_locked_file_that_cannot_be_deleted_does_not_replace_the_error(tmp_path: Path, monkeypatch):
+    """Such as of a file system that has become read-only."""
+
+    def unlink(self, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(KeyError), locked(tmp_path / "lock", pytest.fail):
+        raise KeyError
+    with locked(tmp_path / "lock", pytest.fail):
+        pass
+
+
 def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
     active, most, waits, is_held = [0], [0], [], threading.Event()
 
