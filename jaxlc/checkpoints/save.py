@@ -50,6 +50,9 @@ from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 
 _UNNEEDED_WARNING = "Global object size logging disabled"
+# A write has no deadline of its own: Orbax's, 20 minutes by the time of day, is short for a large state
+# on a slow file system, and a clock may be set while it is written.
+_WRITE_SECONDS = 24 * 3600
 # key of the meta of a local checkpoint: the mesh and the number of processes that have written it
 _PLACE = "place"
 
@@ -86,6 +89,7 @@ class Storage:
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
             async_options=ocp.AsyncOptions(
+                timeout_secs=_WRITE_SECONDS,
                 barrier_sync_fn=_barrier_of_savers(),
                 # Orbax's signal that a directory exists does not say in which process.
                 create_directories_asynchronously=not is_local,
@@ -225,7 +229,7 @@ def _barrier_of_savers() -> Callable[..., None]:
     """Orbax's barrier, except that a background thread whose save has failed does not wait at it.
 
     The other processes wait for its part of the checkpoint, so nobody would see the error before
-    the barrier's timeout of 20 minutes: not even this process, which waits for the thread.
+    the barrier's timeout: not even this process, which waits for the thread.
     """
     wait = ocp.multihost.get_barrier_sync_fn()
 

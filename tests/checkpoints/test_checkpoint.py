@@ -292,6 +292,13 @@ def test_failed_save_does_not_wait_for_other_processes(tmp_path, monkeypatch):
     manager.close()
 
 
+def test_write_may_take_longer_than_the_limit_of_orbax(tmp_path):
+    """20 minutes by the time of day, after which each save of a large state would end the run."""
+    manager = Checkpoints(tmp_path, keep=1, warn=pytest.fail)._shared._manager
+    assert manager._options.async_options.timeout_secs == 24 * 3600
+    manager.close()
+
+
 def test_incomplete_checkpoints_are_ignored_and_removed(run_with, tmp_path):
     run = run_with(10)
     shutil.copytree(tmp_path / "10", tmp_path / "11.orbax-checkpoint-tmp")  # the temporary name
