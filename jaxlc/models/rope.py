@@ -120,9 +120,10 @@ def query_scale(model: ModelConfig, positions_BT: jax.Array) -> jax.Array:
 
     Args:
       model: with `rope.query_beta` and `rope.original_tokens`.
-      positions_BT: int32, within a document.
+      positions_BT: int32, within a document; of padding any number, also a negative one.
     """
-    contexts_BT11 = positions_BT[:, :, None, None] // model.rope.original_tokens
+    positions_BT11 = jnp.maximum(positions_BT, 0)[:, :, None, None]
+    contexts_BT11 = positions_BT11 // model.rope.original_tokens
     return 1 + model.rope.query_beta * jnp.log1p(contexts_BT11.astype(jnp.float32))
 
 

@@ -44,6 +44,13 @@ DENSE_BETWEEN = dict(
 GPT_OSS = dict(
     router="topk_softmax", renormalize_router=False, expert_bias=True, activation="clamped_swiglu"
 )
+# queries are scaled by their position, which padding has not
+SCALED = GPT_OSS | dict(
+    rope_scaling="yarn",
+    rope_scaling_factor=4.0,
+    rope_scaling_original_tokens=8,
+    rope_scaling_query_beta=0.5,
+)
 SHARED = dict(shared_ffn_dim=16, shared_expert_gate=True)
 SIGMOID = dict(
     router="sigmoid",
@@ -104,9 +111,9 @@ def _on_one_device(model=()):
 CASES = [
     (dict(context=2, tensor=2, fsdp=2), dict(remat="attention"), {}),
     (dict(context=8), dict(remat="full", layers_per_remat_group=2), {}),
-    (dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), GPT_OSS),
+    (dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), SCALED),
     (dict(context=4, data=2), dict(remat="none"), DENSE_BETWEEN),
-    (dict(context=4, tensor=2), dict(remat="matmuls"), GPT_OSS),
+    (dict(context=4, tensor=2), dict(remat="matmuls"), SCALED),
     (dict(context=4, tensor=2), dict(remat="attention", tile_tokens=24), SHARED),
     (dict(context=2, tensor=2), dict(remat="full"), BIASED),
     (
