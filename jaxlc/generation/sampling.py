@@ -36,7 +36,7 @@ class TextStream:
         # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
         self._start = 0
         self._end = len(self._tokens)
-        ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
+        ends = range(self._end, max(-1, self._end - _CHARACTER_BYTES), -1)
         self._whole_end = next(
             (end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end
         )

@@ -124,6 +124,14 @@ def test_incomplete_character_at_the_end_is_replaced():
     assert stream.take(is_last=True) == stream.text == "\ufffd"
 
 
+@pytest.mark.parametrize(("text", "num_prompt_bytes"), [("🙂 b", 1), ("🙂 b", 3), ("aé", 2)])
+def test_character_that_a_prompt_begins_is_in_the_text(text, num_prompt_bytes):
+    """Also if the prompt has no other character."""
+    ids = list(text.encode())
+    stream = streamed(BYTES, ids[num_prompt_bytes:], prompt=ids[:num_prompt_bytes])
+    assert stream.text == text.removeprefix("a")
+
+
 def test_tokens_that_decode_to_nothing_add_no_text():
     assert streamed(Letters(), (0, 99, 1)).text == "ab"
 
