@@ -58,6 +58,14 @@ def test_display_limits_the_rate_of_step_updates(handle, clock):
     assert "step 99" in handle.html
 
 
+def test_display_keeps_a_number_of_lines(handle, clock):
+    """Each update has all of them."""
+    display = NotebookDisplay()
+    for number in range(3000):
+        display.log(f"line {number}")
+    assert handle.contents[-1]["text/plain"].split("\n") == [f"line {i}" for i in range(2000, 3000)]
+
+
 def test_display_log_keeps_the_last_step_above(handle):
     display = NotebookDisplay()
     display.step("step 4/4", 1.0)

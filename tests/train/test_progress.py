@@ -115,7 +115,10 @@ def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_ter
             for step in (10, 11):
                 progress.update(step=step, **ROW)
             raise ZeroDivisionError(f"run {number}")
-    make_progress(is_primary=False)[0].log_to(path)
+    other = make_progress(is_primary=False)[0]
+    other.log_to(path)
+    other.update(step=12, **ROW)
+    assert not other._unwritten, "the lines of a long run stay in memory"
     text = path.read_text()
     assert text.count(" START ") == 2 and text.count("\nbefore\nthe file\n") == 2
     assert (
@@ -140,7 +143,7 @@ def test_log_that_cannot_be_written_ends_with_one_warning(tmp_path):
     assert lines[0].startswith("warning: cannot write to ") and lines[0].endswith(
         "; the log ends here"
     )
-    assert lines[1:] == ["one", "two"]
+    assert lines[1:] == ["one", "two"] and not progress._unwritten
 
 
 def test_compiling_prints_seconds(clock):

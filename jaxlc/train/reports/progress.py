@@ -22,6 +22,7 @@ from jaxlc.core.text import Update, duration_text, paragraph, preformatted, prog
 from jaxlc.runtime import compilation_cache, watchdog
 
 _MIN_SECONDS_BETWEEN_UPDATES = 0.25
+_MAX_LINES = 1000  # of a notebook, which gets all of them with each update; the log has more
 _BAR = "display:inline-block;width:12em;height:0.7em;border:1px solid currentColor;vertical-align:middle"
 
 
@@ -38,7 +39,7 @@ class NotebookDisplay:
 
     def log(self, *texts: str) -> None:
         """Adds permanent lines, below the line of the current step."""
-        self._lines += [*self._step[:1], *texts]
+        self._lines = [*self._lines, *self._step[:1], *texts][-_MAX_LINES:]
         self._step = []
         self._update()
 
@@ -113,9 +114,8 @@ class Progress:
     ):
         self._is_primary = is_primary
         self._log_file: Path | None = None
-        self._unwritten = (
-            ""  # text for the file; of other processes, and after an error, never written
-        )
+        self._is_logged = is_primary  # False after an error, too
+        self._unwritten = ""  # text for the file
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
@@ -194,11 +194,13 @@ class Progress:
 
     def log_to(self, path: Path) -> None:
         """Appends to a file what was printed before this call, and what is printed from now on."""
-        self._log_file = path if self._is_primary else None
+        self._log_file = path if self._is_logged else None
         self._write()
 
     def _append(self, text: str) -> None:
         """Adds to the log; one line has the time before it."""
+        if not self._is_logged:
+            return
         stamp = "" if "\n" in text else time.strftime("%Y-%m-%d %H:%M:%S ")
         self._unwritten += f"{stamp}{text}\n"
         self._write()
@@ -212,7 +214,8 @@ class Progress:
                 out.write(self._unwritten)
             self._unwritten = ""
         except OSError as error:  # the run goes on until its disk has no space for a checkpoint
-            self._log_file = None
+            self._is_logged = False
+            self._unwritten = ""
             self.log(
                 f"warning: cannot write to {displayed(path)} ({reason_of(error)}); the log ends here"
             )
