@@ -342,12 +342,12 @@ def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
     with z-loss. The normalizer, the target logit and, if spec.with_entropy, the entropy are over the
     whole vocabulary, from the columns of each rank.
     """
-    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
     is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
-    shifted_cv = logits_cv - max_c[:, None]
-    exp_cv = jnp.exp(shifted_cv)
-    parts = [exp_cv.sum(axis=1), jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1)]
+    max_c, sum_exp_c = _sum_exp(logits_cv)
+    parts = [sum_exp_c, jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1)]
     if spec.with_entropy:  # columns of padding are -inf
+        shifted_cv = logits_cv - max_c[:, None]
+        exp_cv = jnp.exp(shifted_cv)
         parts.append(jnp.where(exp_cv > 0, exp_cv * shifted_cv, 0.0).sum(axis=1))
     sum_exp_c, target_logit_c, *mean = lax.psum(jnp.stack(parts), TENSOR)  # one collective for all
     log_sum_c = jnp.log(sum_exp_c)
@@ -424,9 +424,42 @@ def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
 
 def _log_sum_exp(logits_cv: jax.Array) -> jax.Array:
     """Over the columns of all tensor ranks; -inf if all are."""
-    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
-    max_c = jnp.where(max_c > -jnp.inf, max_c, 0)
-    return max_c + jnp.log(lax.psum(jnp.exp(logits_cv - max_c[:, None]).sum(1), TENSOR))
+    max_c, sum_exp_c = _sum_exp(logits_cv)
+    return max_c + jnp.log(lax.psum(sum_exp_c, TENSOR))
+
+
+def _sum_exp(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit of a token on all tensor ranks, or a finite one if all are -inf, and the sum
+    of the exponentials of the others' differences from it, over the columns of this rank.
+
+    On GPUs, one kernel reads the logits once.
+    """
+    own_max_c, sum_c = lax.platform_dependent(logits_cv, cpu=_two_passes, default=_one_pass)
+    max_c = lax.pmax(own_max_c, TENSOR)
+    return max_c, sum_c * jnp.exp(own_max_c - max_c)
+
+
+def _two_passes(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `_one_pass`, in loops that CPUs vectorize."""
+    max_c = logits_cv.max(axis=1, initial=_lowest(logits_cv.dtype))
+    return max_c, jnp.exp(logits_cv - max_c[:, None]).sum(axis=1)
+
+
+def _one_pass(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logits, and the sums of exp(logit - largest), which are scaled whenever a larger
+    one is found (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+
+    def add(a, b):
+        largest = jnp.maximum(a[0], b[0])
+        return largest, sum(total * jnp.exp(own - largest) for own, total in (a, b))
+
+    first = _lowest(logits_cv.dtype), jnp.zeros((), logits_cv.dtype)
+    return lax.reduce((logits_cv, jnp.ones_like(logits_cv)), first, add, (1,))
+
+
+def _lowest(dtype) -> jax.Array:
+    """A finite number: -inf - -inf is NaN."""
+    return jnp.array(jnp.finfo(dtype).min, dtype)
 
 
 @jax.named_scope(scopes.LOGITS)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step import loss
 from jaxlc.step.loss import LossSpec, Teacher, loss_sums, sums_and_losses
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
@@ -81,9 +82,26 @@ MESHES = [dict(), dict(tensor=4), dict(context=3, tensor=2), dict(data=2, contex
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [5, 1024])
-def test_loss_sums_on_mesh_equals_reference(axes, chunk_tokens):
-    """With chunks of 5 tokens the last chunk is shorter on most meshes."""
+def test_loss_sums_on_mesh_equals_reference(monkeypatch, axes, chunk_tokens):
+    """With chunks of 5 tokens the last chunk is shorter on most meshes, and the logits are read once, as
+    on GPUs.
+    """
+    if chunk_tokens == 5:
+        monkeypatch.setattr(loss, "_two_passes", loss._one_pass)
     _assert_parity(_spec(chunk_tokens, z_loss=0.01, **axes), (B, T))
+
+
+def test_one_pass_over_extreme_logits_equals_two():
+    """Columns of padding, rows of padding only, and logits whose exponentials overflow."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 1000)).astype(np.float32) * [[1], [30], [1e30], [1], [1], [1]]
+    logits[3, 10:] = logits[4] = -np.inf
+    got, expected = (
+        jax.jit(f)(logits.astype(np.float32)) for f in (loss._one_pass, loss._two_passes)
+    )
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
+    assert np.isfinite(got[0]).all() and got[1][4] == 0
 
 
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, context=2, tensor=2)], ids=str)
