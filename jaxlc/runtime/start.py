@@ -129,9 +129,10 @@ def _set_environment(
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment)
-    elif not stderr.has_nvidia_driver():
-        # The CUDA plugin may still be installed; without a driver it prints a traceback.
-        environment.setdefault("JAX_PLATFORMS", "cpu")
+    elif not (stderr.has_nvidia_driver() or environment.get("JAX_PLATFORMS")):
+        # The CUDA plugin may still be installed; without a driver it prints a traceback. An empty value, which errors
+        # of JAX advise, is none.
+        environment["JAX_PLATFORMS"] = "cpu"
     lines = []
     if environment.get("JAX_PLATFORMS") != "cpu":
         if launch is not None:
@@ -159,10 +160,11 @@ def _platform() -> str:
     try:
         return jax.devices()[0].platform
     except (RuntimeError, AssertionError) as error:  # AssertionError: no CUDA plugin, or no GPU
-        platforms = jax.config.jax_platforms
+        platforms = jax.config.jax_platforms or ""
+        reason = f" ({reason_of(error)})" if str(error) else ""
         raise UserError(
-            f"JAX has no devices for JAX_PLATFORMS={platforms or ''} ({reason_of(error)}); unset it for the default"
-            " devices, or install JAX with support for them"
+            f"JAX has no devices for JAX_PLATFORMS={platforms}{reason}; unset it for the default devices, or install"
+            " JAX with support for them"
         ) from error
 
 
