@@ -340,7 +340,9 @@ class PackedTraces:
             at = end
         if self._counts_once:
             tokens = rows["loss_tokens"][:row]
-            rows["loss_weights"][:row] /= np.bincount(tokens)[tokens]
+            weights = rows["loss_weights"][:row]
+            num_traces = np.bincount(tokens, weights > 0)
+            weights /= np.maximum(num_traces, 1)[tokens]
         return arrays
 
     def _loss(self, trace: Trace, targets: np.ndarray) -> dict[str, Any]:

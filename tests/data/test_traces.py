@@ -226,6 +226,24 @@ def test_deeper_trees_lose_the_nodes_that_save_the_fewest_tokens(tmp_path):
         assert sum(weights) == sum(sum(x["loss_mask"]) for x in few_tokens["records"])
 
 
+def test_masked_traces_take_no_weight_of_shared_tokens(tmp_path):
+    records = [
+        answer([6, 7], reward=0.0),
+        answer([6, 8], reward=1.0),
+        answer([6, 9], reward=2.0, truncated=True),
+    ]
+    sections = dict(
+        data=dict(shared_tokens="node"),
+        attention=dict(shared_prefixes=2),
+        posttrain=dict(loss="dapo", mask_truncated=True),
+    )
+    traces, _ = opened(tmp_path, records, **sections)
+    row = traces.train[0]
+    targets = row["targets"][row["loss_tokens"]]
+    weights = [row["loss_weights"][targets == token].sum() for token in (6, 7, 8, 9)]
+    assert weights == [1, 1, 1, 0]
+
+
 def test_contexts_of_a_trajectory_share_reward_and_advantage(tmp_path):
     """The group counts a trajectory once, and its contexts may have other prompts."""
     later = [9, 2, 3]
