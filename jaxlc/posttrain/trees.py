@@ -255,6 +255,8 @@ def labeled_steps(
         counts = range(1, min(most, num_left) + 1)
         count = bisect_right(counts, batch_size, key=lambda count: len(step_of(count)))
         count -= num_left - count == 1  # the last step has no mismatched answer of its own
+        while count > 1 and len(step_of(count)) > batch_size:  # best fit may need more for fewer
+            count -= 1
         if count < 2:
             raise UserError(
                 f"{traces[begin].where}: config.posttrain.loss='kto' needs two answers in a step, each with its prompt"

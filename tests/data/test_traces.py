@@ -20,9 +20,10 @@ from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.posttrain.records import TraceReader
+from jaxlc.posttrain.records import Trace, TraceReader
 from jaxlc.posttrain.rollouts import RolloutSequences, write_rollouts
 from jaxlc.posttrain.traces import Traces, open_traces, with_reference
+from jaxlc.posttrain.trees import labeled_steps
 
 PROMPT = [1, 2, 3, 4, 5]
 ROLLOUTS = dict(data=dict(traces=""), posttrain=dict(loss="grpo"))
@@ -115,6 +116,29 @@ def test_labeled_answers_have_the_mismatched_answers_of_their_step(tmp_path):
     assert few.train.num_sequences == 2
     with pytest.raises(UserError, match="needs two answers in a step"):
         opened(tmp_path, records, posttrain=dict(loss="kto"), seq_len=12, train=dict(global_batch_size=1))  # fmt: skip
+
+
+def test_step_of_labeled_answers_has_as_many_sequences_where_fewer_answers_need_more():
+    """Six answers and their mismatched ones fit into five sequences. The last step needs two
+    answers, so the first one would have five, which do not fit.
+    """
+    sizes = [(4, 2), (1, 1), (3, 4), (4, 5), (3, 5), (2, 2), (2, 1)]
+    labeled = [
+        Trace(
+            where=f"trace {number}",
+            tokens=np.repeat(np.int32([number, number + 20]), (num_prompt, num_answer)),
+            in_loss=np.repeat([False, True], (num_prompt, num_answer)),
+            prompt=bytes([number]),
+            advantage=1.0,
+        )
+        for number, (num_prompt, num_answer) in enumerate(sizes)
+    ]
+    sequences = labeled_steps(labeled, 12, 5, levels=0)
+    steps = [sum(sequences[first : first + 5], []) for first in (0, 5)]
+    assert len(sequences) == 10
+    for trees in steps:
+        matched = [bool(trace.where) for tree in trees for trace in tree.traces]
+        assert 2 * sum(matched) == len(matched) >= 4
 
 
 def with_teacher(tokens, log_probs, **fields) -> dict:
