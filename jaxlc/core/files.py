@@ -363,7 +363,7 @@ def local_path(value: str | Path) -> Path:
     """A path that a user gave, with the home directory instead of `~`.
 
     Raises:
-      UserError: it is a URL, or there is no home directory.
+      UserError: it is a URL, there is no home directory, or it is relative to a working directory that was deleted.
     """
     if _URL.match(str(value)):
         hub = ", or the hub id ORGANIZATION/NAME of a model" if _HUB.match(str(value)) else ""
@@ -377,6 +377,10 @@ def local_path(value: str | Path) -> Path:
         raise UserError(
             f"{value} is in the home directory, and this user has none: set HOME, or pass another path"
         )
+    try:
+        os.path.abspath(path)
+    except FileNotFoundError:  # another command may also have made it again
+        raise UserError("the working directory was deleted: change to another directory") from None
     return Path(path)
 
 
@@ -414,8 +418,10 @@ def file_inside(directory: Path, name: object) -> Path:
 
 def displayed(path: Path) -> Path:
     """An absolute path relative to the working directory, if it is below it; other paths unchanged."""
-    directory = Path.cwd()
-    return path.relative_to(directory) if path.is_relative_to(directory) else path
+    try:
+        return path.relative_to(Path.cwd())
+    except (FileNotFoundError, ValueError):  # it was deleted, or is another one
+        return path
 
 
 # the last: a limit of the shell or of the file system

@@ -45,6 +45,15 @@ def test_files_of_flags_may_be_in_the_home_directory(tmp_path, monkeypatch):
             read(path)
 
 
+def test_paths_in_a_deleted_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    assert displayed(tmp_path / "run") == local_path(tmp_path / "run") == tmp_path / "run"
+    with pytest.raises(UserError, match="the working directory was deleted: change to another"):
+        local_path("runs/a")
+
+
 def test_local_path_without_a_home_directory_raises(monkeypatch):
     """As in a container that runs with the number of a user: a directory named ~ would be made."""
     without_home(monkeypatch)
