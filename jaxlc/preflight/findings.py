@@ -179,8 +179,7 @@ def _mebibytes(text: str) -> int:
     return int(text) * 2**20 if text.isdigit() else UNKNOWN_MEMORY
 
 
-# The table of phases of a hang compares the clocks of machines, and calls a process silent that is
-# 15 s late.
+# Logs, metrics and the ages of files on a shared file system have the times of several machines.
 CLOCK_SECONDS = 5.0
 # InfiniBand registers the buffers of NCCL, a few GiB: a limit, if there is one, must be far above
 # them.
