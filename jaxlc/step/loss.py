@@ -451,7 +451,8 @@ def _one_pass(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def add(a, b):
         largest = jnp.maximum(a[0], b[0])
-        return largest, sum(total * jnp.exp(own - largest) for own, total in (a, b))
+        scale = jnp.exp(jnp.minimum(a[0], b[0]) - largest)  # one exponential for both
+        return largest, jnp.where(a[0] >= b[0], a[1] + b[1] * scale, a[1] * scale + b[1])
 
     first = _lowest(logits_cv.dtype), jnp.zeros((), logits_cv.dtype)
     return lax.reduce((logits_cv, jnp.ones_like(logits_cv)), first, add, (1,))
