@@ -181,7 +181,7 @@ def expert_kernel(instruction: Instruction) -> str | None:
 
 
 def _called(instruction: Instruction, names: tuple[str, ...]) -> str | None:
-    """That of the names which a custom call has as a Pallas kernel."""
+    """The name of a Pallas kernel, if it is one of `names`."""
     if instruction.opcode != "custom-call":
         return None
     parts = components(instruction.op_name)

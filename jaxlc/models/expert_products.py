@@ -48,10 +48,9 @@ COMPUTE_CAPABILITY = "9.0"  # Hopper: the Mosaic kernels use its warpgroup instr
 _MAX_ELEMENTS = 2**31 - 1  # of an operand; assumed, since offsets may be int32
 _PIPELINE = dict(max_concurrent_steps=4, grid_block_n=1)
 _TRITON_PARAMS = dict(num_warps=8, num_stages=3)
-_TRITON_TILE = (
-    128,
-    256,
-)  # at most; reads of smaller tiles from the L2 cache would take longer than their products
+# The largest tile: reads of a smaller one from the L2 cache would take longer than its products. Tiles
+# are powers of 2 that divide a dimension, which is a multiple of 64 (`config.kinds.experts`).
+_TRITON_TILE = 128, 256
 _DEPTH = 64  # of one step of a loop over the dimension that is summed
 
 
@@ -60,10 +59,10 @@ def _mosaic(x_SK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
     return _jax_internals.mosaic_ragged_dot(
         x_SK,
         w_EKN,
-        _group_sizes(expert_n, len(w_EKN), len(x_SK) // len(expert_n)),
+        _group_sizes(x_SK, expert_n, len(w_EKN)),
         transpose_rhs=transposed,
         block_m=128,
-        block_n=_tile(w_EKN.shape[1 if transposed else 2], 128),
+        block_n=math.gcd(w_EKN.shape[1 if transposed else 2], 128),
         block_k=64,
         **_PIPELINE,
     )
@@ -73,9 +72,9 @@ def _mosaic_gradient(x_SK, dout_SN, expert_n, num_experts: int, dtype) -> jax.Ar
     return _jax_internals.mosaic_ragged_gradient(
         x_SK,
         dout_SN,
-        _group_sizes(expert_n, num_experts, len(x_SK) // len(expert_n)),
-        block_m=_tile(x_SK.shape[1], 128),
-        block_n=_tile(dout_SN.shape[1], 128),
+        _group_sizes(x_SK, expert_n, num_experts),
+        block_m=math.gcd(x_SK.shape[1], 128),
+        block_n=math.gcd(dout_SN.shape[1], 128),
         block_k=64,
         **_PIPELINE,
     ).astype(dtype)
@@ -86,7 +85,7 @@ def _pallas(x_SK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
     num_rows, depth = x_SK.shape
     rows = num_rows // len(expert_n)
     width = w_EKN.shape[1 if transposed else 2]
-    columns = _tile(width, _TRITON_TILE[1])
+    columns = math.gcd(width, _TRITON_TILE[1])
     return pallas.run_kernel(
         functools.partial(_product_kernel, transposed=transposed),
         (expert_n, x_SK, w_EKN),
@@ -122,7 +121,7 @@ def _product_kernel(expert_ref, x_ref, w_ref, out_ref, *, transposed: bool):
 def _pallas_gradient(x_SK, dout_SN, expert_n, num_experts: int, dtype) -> jax.Array:
     num_rows = len(x_SK)
     dims = x_SK.shape[1], dout_SN.shape[1]
-    tile = tuple(map(_tile, dims, _TRITON_TILE))
+    tile = tuple(map(math.gcd, dims, _TRITON_TILE))
     first_block = jnp.searchsorted(expert_n, jnp.arange(num_experts + 1)).astype(jnp.int32)
     return pallas.run_kernel(
         functools.partial(_gradient_kernel, rows=num_rows // len(expert_n)),
@@ -197,14 +196,10 @@ def check_devices(devices: Iterable[jax.Device]) -> None:
             )
 
 
-def _group_sizes(expert_n: jax.Array, num_experts: int, block_rows: int) -> jax.Array:
+def _group_sizes(x_SK: jax.Array, expert_n: jax.Array, num_experts: int) -> jax.Array:
     """The rows of each expert, padding included: int32 [E]."""
-    return block_rows * jnp.bincount(expert_n, length=num_experts).astype(jnp.int32)
-
-
-def _tile(dim: int, most: int) -> int:
-    """The size of tiles of a dimension, which is a multiple of 64 (`config.kinds.experts`)."""
-    return math.gcd(dim, most)
+    rows = len(x_SK) // len(expert_n)
+    return rows * jnp.bincount(expert_n, length=num_experts).astype(jnp.int32)
 
 
 _BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks

@@ -305,7 +305,7 @@ class Roofline:
     attention_half_keys_unmasked: float = HALF_KEYS_UNMASKED
     matmul_share: float | None = None
     f8_matmul_share: float | None = None
-    # products of runtime.expert_kernel=mosaic or pallas
+    # products of runtime.expert_kernel=mosaic
     expert_kernel_share: float | None = None
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
@@ -441,7 +441,8 @@ class Roofline:
         peak.
         """
         if kernel := product.expert_kernel:
-            return share / (self.expert_kernel_share or EXPERT_KERNELS[kernel])
+            measured = self.expert_kernel_share if kernel == "mosaic" else None
+            return share / (measured or EXPERT_KERNELS[kernel])
         shape = (product.rows, product.columns, product.batch)
         occupied = wave_efficiency(*shape, rates(device).num_multiprocessors)
         return 1 + self.matmul_wave_weight * (1 / occupied - 1)

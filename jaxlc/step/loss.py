@@ -429,8 +429,8 @@ def _log_sum_exp(logits_cv: jax.Array) -> jax.Array:
 
 
 def _sum_exp(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest logit of a token on all tensor ranks, or a finite one if all are -inf, and the sum
-    of the exponentials of the others' differences from it, over the columns of this rank.
+    """The largest logit of a token on all tensor ranks, or a finite number if all are -inf, and the sum
+    of exp(logit - largest) over the columns of this rank.
 
     On GPUs, one kernel reads the logits once.
     """

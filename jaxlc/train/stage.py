@@ -438,10 +438,8 @@ def _lost_files_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = str(error.filename or path)
-        if error.errno != errno.EROFS and (
-            not error.filename or not Path(name).is_relative_to(path)
-        ):
+        name = str(error.filename or (path if error.errno == errno.EROFS else ""))
+        if not Path(name).is_relative_to(path):
             raise
         raise WriteError(
             f"cannot use {name} ({reason_of(error)}): {_kept(path, f'repair {path}')}"

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.expert_plans import kernel_bytes
 from jaxlc.attention import gated_delta_rule, natural_order, zigzag_order
 from jaxlc.attention.recurrence import chunks, kernel, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from jaxlc.step import step as train_step
 from tests.attention.test_delta_rule import (
@@ -202,20 +202,8 @@ def _figures(uses_kernel: bool, num_tokens: int) -> tuple[int, int, int]:
         layer, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
     compiled = jax.jit(run).lower(*arrays).compile(compiler_options=dict(WITHOUT_GPU))
-    program = analyze(compiled.as_text())
-    launches = num_bytes = 0
-    fused = {x for c in program for i in c if i.opcode not in ("while", "call") for x in i.called}
-    for computation in program:
-        times = program.execution_counts[computation.name]
-        for instruction in computation:
-            is_kernel = computation.name not in fused and instruction.opcode not in (
-                "while",
-                "call",
-            )
-            if times and is_kernel and (cost := kernel_cost(program, computation, instruction)):
-                launches += times
-                num_bytes += times * cost.bytes
-    return launches, num_bytes, compiled.memory_analysis().temp_size_in_bytes
+    num_bytes = list(kernel_bytes(analyze(compiled.as_text())))
+    return len(num_bytes), sum(num_bytes), compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.full

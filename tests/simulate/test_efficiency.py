@@ -129,8 +129,13 @@ def test_constants_file_replaces_every_curve():
         model.matmul_seconds(device, "bf16", product.flops, (product,))
         == product.flops * padded + 0.5
     )
-    grouped = product._replace(expert_kernel="pallas")
+    grouped = product._replace(expert_kernel="mosaic")
     assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == grouped.flops + 0.5
+    grouped = product._replace(expert_kernel="pallas")
+    expected = grouped.flops / (2 * roofline.EXPERT_KERNELS["pallas"]) + 0.5
+    assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == pytest.approx(
+        expected
+    )
     assert (
         model.nvlink_seconds(device, 1, 3)
         == model.network_seconds(device, 1, 3)

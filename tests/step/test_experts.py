@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlc import _jax_internals
+from jaxlc.config import with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.models import expert_products
 from jaxlc.models.contract import CHOICE
@@ -498,12 +499,12 @@ def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatc
 def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr(kernel_checks, "check_product", lambda kernel, device, **sizes: sizes)
-    for tensor in (1, 2):
-        step = SimpleNamespace(
-            config=_kernel_config("mosaic", tensor=tensor), model=None, kernels={}
-        )
+    for tensor, latent_dim in ((1, 0), (2, 0), (1, 128)):
+        config = _kernel_config("mosaic", tensor=tensor)
+        config = with_settings(config, {"model.experts.latent_dim": latent_dim})
+        step = SimpleNamespace(config=config, model=None, kernels={})
         assert kernel_checks.check_kernels(step) == [
-            dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)
+            dict(num_experts=8, model_dim=latent_dim or 64, ffn_dim=256 // tensor)
         ]
     step.config = small_config(model=EXPERTS)
     assert kernel_checks.check_kernels(step) == []
