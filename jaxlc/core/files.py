@@ -243,15 +243,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb+") as out:
+        with errors_named(path), temporary.open("xb+") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
-    except BaseException as error:
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # as errors of write() have it
-            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def errors_named(path: Path) -> Iterator[None]:
+    """Sets `filename` of an OSError of the block to `path` if it has none, as errors of read() and write()."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 

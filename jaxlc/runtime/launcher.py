@@ -99,10 +99,9 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
             " in all processes, or --config.runtime.coordinator_address, with the host of process 0"
         )
     process_id = launch.process_id if config.process_id < 0 else config.process_id
-    if process_id >= num_processes:
+    if not 0 <= process_id < num_processes:
         raise UserError(
-            f"process index {process_id} is too large for {num_processes} processes; indices are from 0 to"
-            f" {num_processes - 1}"
+            f"invalid process index {process_id} of {num_processes} processes: expected 0 to {num_processes - 1}"
         )
     return dataclasses.replace(
         config, num_processes=num_processes, process_id=process_id, coordinator_address=address

@@ -52,7 +52,7 @@ class StateMaker:
         Args:
           params: the parameters of step 0. None: `init_params` makes them.
         """
-        init_key, rng = jax.random.split(jax.random.key(self.config.train.seed))
+        init_key, rng = jax.random.split(jax.random.key(self.config.train.seed % 2**32))
         if params is None:
             params = self.init_params(init_key)
         scaling = first_scaling(self.config.precision, self.config.model)

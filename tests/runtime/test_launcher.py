@@ -95,7 +95,12 @@ def test_resolve_settings_precede_the_launcher():
         (
             LAUNCH,
             dict(process_id=4),
-            "process index 4 is too large for 4 processes; indices are from 0 to 3",
+            "invalid process index 4 of 4 processes: expected 0 to 3",
+        ),
+        (
+            LAUNCH._replace(process_id=-1),
+            {},
+            "invalid process index -1 of 4 processes: expected 0 to 3",
         ),
         (
             LAUNCH._replace(coordinator_address=""),

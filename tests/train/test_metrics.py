@@ -10,7 +10,13 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.reports.metrics import METRICS_FILE, open_metrics, read_rows
+from jaxlc.train.reports.metrics import (
+    METRICS_FILE,
+    MetricsLog,
+    _RowFile,
+    open_metrics,
+    read_rows,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 EVALUATION_STEPS = (4, 8, 10)
@@ -138,6 +144,12 @@ def test_write_flushes_each_row(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl") == [dict(step=1, loss=2.0)]
     assert scalars(tmp_path) == {("loss", 1): 2.0}
     log.close()
+
+
+def test_write_that_fails_names_the_file(tmp_path):
+    log = MetricsLog(_RowFile(Path("/dev/full"), pytest.fail))
+    with pytest.raises(OSError, match="/dev/full"):
+        log.write(step=1, loss=1.0)
 
 
 def test_write_with_nan_or_inf_writes_null(tmp_path):

@@ -41,7 +41,7 @@ import numpy as np
 
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import read_json_lines, replacing
+from jaxlc.core.files import errors_named, read_json_lines, replacing
 from jaxlc.core.interrupts import start_thread
 from jaxlc.runtime import watchdog
 from jaxlc.step.step import StepMetrics
@@ -366,6 +366,10 @@ class _RowFile:
         self._file = path.open("a+")
 
     def append(self, line: str) -> None:
+        with errors_named(self._path):
+            self._append(line)
+
+    def _append(self, line: str) -> None:
         if self._path.parent.exists() and not self._is_in_place():
             self._warn(
                 f"warning: {self._path} was deleted or replaced during the run: its rows are written again"
