@@ -79,8 +79,9 @@ def means(sums: PolicySums, batch: Batch, settings: PosttrainConfig) -> PolicySu
     def mean(name, x):
         if name.endswith("_max"):
             return x
-        answers = batch.answer_weights.sum() if name.endswith("_answers") else tokens
-        divisor = total if name == "loss" else answers
+        divisor = total if name == "loss" else tokens
+        if name.endswith("_answers"):
+            divisor = (batch.loss_weights * batch.answer_weights).sum()
         return jnp.where(divisor > 0, x / divisor, 0)
 
     columns = sums._asdict().items()

@@ -380,18 +380,19 @@ MASK |= dict(weight_mode="geometric_mask", weight_min=0.9, weight_max=1.1)
 
 
 def test_geometric_mask_equals_its_formula():
-    """In float64. Two answers in one sequence, and padding; the mean over the tokens of an answer
+    """In float64. Two answers in one sequence, one that is masked, and padding; the mean over the tokens of an answer
     in the loss is the logarithm of its weight, which is 0 outside of the limits.
     """
-    rng, segments = np.random.default_rng(0), np.repeat([1, 2, 1, 2, 0], [3, 4, 2, 5, 2])[None]
-    has_loss = (segments > 0) & (np.arange(16) % 4 > 0)
-    counts = np.array([(has_loss & (segments == number)).sum() for number in range(3)])
+    rng, segments = np.random.default_rng(0), np.repeat([1, 2, 1, 2, 0, 3], [3, 4, 2, 4, 1, 2])[None]
+    has_loss = (segments > 0) & (segments < 3) & (np.arange(16) % 4 > 0)
+    counts = np.array([(has_loss & (segments == number)).sum() for number in range(4)])
     new, old, sampled = (rng.normal(-2, 0.3, segments.shape) for _ in range(3))
     first = has_loss & (segments == 1)
     sampled += np.where(first, (old - sampled).mean(where=first) - 0.05, 0)
-    advantages = np.array([0.0, -0.7, 1.3])[segments]
+    advantages = np.array([0.0, -0.7, 1.3, 1.0])[segments]
+    answer_weights = np.where(segments == 3, 0.5, has_loss / np.maximum(counts[segments], 1))
     arrays = dict(
-        advantages=advantages, answer_weights=has_loss / np.maximum(counts[segments], 1), old_log_probs=old,
+        advantages=advantages, answer_weights=answer_weights, old_log_probs=old,
         sampled_log_probs=sampled,
     )  # fmt: skip
     with jax.enable_x64(True):
