@@ -145,7 +145,10 @@ def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         with pytest.raises(UserError, match=re.escape(written)):
             load_tokenizer(str(name))
-    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").rename(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"a model of bytes has none: use its run, or --config"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").unlink()
     (tmp_path / "broken.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="broken.json' is not a valid tokenizer.json"):
         load_tokenizer(str(tmp_path / "broken.json"))

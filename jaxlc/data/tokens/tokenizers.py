@@ -499,10 +499,13 @@ def _read(path: Path, name: str) -> bytes:
     except (OSError, ValueError) as error:
         advice = _EXPECTED
         others = ("config.json", "tokenizer_config.json", "tokenizer.model")
-        if path.name == TOKENIZER_FILE and any((path.parent / x).is_file() for x in others):
+        found = [x for x in others if (path.parent / x).is_file()]
+        if path.name == TOKENIZER_FILE and found:
             source = name if hub.is_model_id(name) else path.parent
             line = f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{path.parent}")'
             advice = f"write it with transformers: {line}"
+            if found == ["config.json"]:
+                advice += "; a model of bytes has none: use its run, or --config.data.tokenizer=bytes"
         raise UserError(
             f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}"
         ) from error
