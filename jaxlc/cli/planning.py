@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ml_collections import ConfigDict
 
@@ -55,6 +55,8 @@ class PlanFlags(NodeFlags):
     table; --stage=NAME plans one of them. With --prompt_tokens it prints the memory of the KV cache of
     `jaxlc generate` instead, and compiles nothing.
     """
+
+    fixed: ClassVar[dict[str, Any]] = {"runtime.simulated_devices": 0}
 
     # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
     transport: str = ""

@@ -151,6 +151,7 @@ class ConfigFlags(VerbFlags):
     """The flags of every verb that takes a config."""
 
     uses_devices: ClassVar[bool] = True  # False: the mesh of the config need not divide its model
+    fixed: ClassVar[dict[str, Any]] = {}  # settings that the verb replaces, by their paths
     # (the config that --config names, or None, and the values of the flags) -> the config to start from, or None
     base: ClassVar[Callable[[ConfigDict | None, Mapping[str, Any]], ConfigDict | None]] = (
         lambda config, flags: config
@@ -245,7 +246,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags) -> Parse
     settings = config if isinstance(config, Settings) else Settings(values=config.to_dict())
     if overrides.get("model.init_from"):
         unset_shape(settings, kept=overrides)
-    settings.update_from_flattened_dict(overrides)
+    settings.update_from_flattened_dict(overrides | parsed.fixed)
     stages = load_stages(settings, overrides=overrides, on_devices=parsed.uses_devices)
     name = getattr(parsed, "stage", "")
     selected = tuple(stage for stage in stages if name in ("", stage.name))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config, load, to_dict
+from jaxlc.config import Config, load, to_dict, with_settings
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.model_schema import longest, segments_of
 from jaxlc.config.models.pretrained import context_warning
@@ -236,13 +236,9 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     Raises:
       UserError: the mesh has a different number of devices; the message names overrides that fit.
     """
-    config = load(config)
-    config = dataclasses.replace(
-        config,
-        runtime=dataclasses.replace(
-            config.runtime, simulated_devices=0, num_processes=1, process_id=0
-        ),
-    )
+    absent = {"simulated_devices": 0, "num_processes": 1, "process_id": 0}
+    settings = {f"runtime.{name}": value for name, value in absent.items()}
+    config = with_settings(load(config, on_devices=False), settings)
     if config.mesh.num_devices == gpus.num_gpus:
         return config
     problem = (

@@ -35,7 +35,7 @@ def result():
     """Two GPUs per process; the ring crosses NVLink domains."""
     config = small_config()
     config.train.update(global_batch_size=ACCUMULATION, gradient_accumulation_steps=ACCUMULATION)
-    config.runtime.update(simulated_devices=4)  # ignored by the plan
+    config.runtime.update(simulated_devices=8)  # ignored by the plan
     return plan.plan(config, "h100:2x2", devices_per_process=2)
 
 

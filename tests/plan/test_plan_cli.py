@@ -17,6 +17,9 @@ def get_config(variant):
 """
 
 
+_EIGHT_GPUS = ["--topology=h100:1x8", "--config.runtime.simulated_devices=2"]
+
+
 @pytest.fixture
 def config(tmp_path) -> Path:
     path = tmp_path / "small.py"
@@ -41,7 +44,7 @@ def config(tmp_path) -> Path:
     (["--price-per-gpu-hour=2"], "unknown flag --price-per-gpu-hour: use --price_per_gpu_hour"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
-    pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
+    pytest.param(_EIGHT_GPUS, "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
 ])  # fmt: skip
 def test_command_with_invalid_flags_exits_with_status_2(
     config, arguments, words, capsys, monkeypatch

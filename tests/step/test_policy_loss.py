@@ -383,7 +383,10 @@ def test_geometric_mask_equals_its_formula():
     """In float64. Two answers in one sequence, one that is masked, and padding; the mean over the tokens of an answer
     in the loss is the logarithm of its weight, which is 0 outside of the limits.
     """
-    rng, segments = np.random.default_rng(0), np.repeat([1, 2, 1, 2, 0, 3], [3, 4, 2, 4, 1, 2])[None]
+    rng, segments = (
+        np.random.default_rng(0),
+        np.repeat([1, 2, 1, 2, 0, 3], [3, 4, 2, 4, 1, 2])[None],
+    )
     has_loss = (segments > 0) & (segments < 3) & (np.arange(16) % 4 > 0)
     counts = np.array([(has_loss & (segments == number)).sum() for number in range(4)])
     new, old, sampled = (rng.normal(-2, 0.3, segments.shape) for _ in range(3))

@@ -505,7 +505,9 @@ def _read(path: Path, name: str) -> bytes:
             line = f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{path.parent}")'
             advice = f"write it with transformers: {line}"
             if found == ["config.json"]:
-                advice += "; a model of bytes has none: use its run, or --config.data.tokenizer=bytes"
+                advice += (
+                    "; a model of bytes has none: use its run, or --config.data.tokenizer=bytes"
+                )
         raise UserError(
             f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}"
         ) from error
