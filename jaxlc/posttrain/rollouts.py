@@ -294,6 +294,9 @@ def _call(command: list[str], environment: dict[str, str] | None = None) -> None
             encoding="utf-8",
             errors="replace",
             env=environment,
+            # Ctrl-C stops the run, after this step; the command ends first
+            process_group=0,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -30,6 +31,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.policy_rollouts import PolicyRollouts
 from jaxlc.posttrain.agents import Answer, rewards_of
+from jaxlc.posttrain.rollouts import _call
 from jaxlc.posttrain.traces import open_prompts, open_traces
 from scripts import kill_drill
 from scripts.stand_in_server import StandIn
@@ -584,6 +586,12 @@ def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rol
         "the export of rollouts failed: ls /no-such-directory" in message
         and "No such file" in message
     )
+
+
+def test_export_command_does_not_get_ctrl_c_of_the_terminal():
+    """The terminal sends it to the process group of the run, which saves a checkpoint first."""
+    is_other_group = f"import os; assert os.getpgrp() != {os.getpgrp()}"
+    _call([sys.executable, "-c", is_other_group])
 
 
 @pytest.mark.full  # a heavy test has two processes

@@ -366,26 +366,21 @@ class _RowFile:
         self._file = path.open("a+")
 
     def append(self, line: str) -> None:
-        with errors_named(self._path):
-            self._append(line)
-
-    def _append(self, line: str) -> None:
-        if self._path.parent.exists() and not self._is_in_place():
-            self._warn(
-                f"warning: {self._path} was deleted or replaced during the run: its rows are written again"
-            )
-            self._file.seek(0)
-            with replacing(self._path) as out:
-                out.write(self._file.read().encode())
-            self.close()
-            self._file = self._path.open("a+")
-        self._file.write(line)
-        self._file.flush()
-
-    def _is_in_place(self) -> bool:
-        return self._path.exists() and os.path.samestat(
-            self._path.stat(), os.fstat(self._file.fileno())
-        )
+        path = self._path
+        with errors_named(path):
+            own = os.fstat(self._file.fileno())
+            is_in_place = path.exists() and os.path.samestat(path.stat(), own)
+            if path.parent.exists() and not is_in_place:
+                self._warn(
+                    f"warning: {path} was deleted or replaced during the run: its rows are written again"
+                )
+                self._file.seek(0)
+                with replacing(path) as out:
+                    out.write(self._file.read().encode())
+                self.close()
+                self._file = path.open("a+")
+            self._file.write(line)
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
