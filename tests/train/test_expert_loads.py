@@ -17,8 +17,8 @@ def test_is_recorded_limits_the_rows_of_a_run(every, end_step, num_rows):
     assert len(recorded) == num_rows and recorded[0] == logged[0] and recorded[-1] == end_step
 
 
-def test_write_loads_appends_a_row_per_step(tmp_path):
-    for step, load in ((1, 0.123456), (3, 2.0)):
+def test_write_loads_has_a_row_per_step_also_after_a_resume(tmp_path):
+    for step, load in ((1, 0.123456), (3, 1.0), (4, 1.0), (3, 2.0)):
         write_loads(tmp_path, step, np.full((2, 4), load))
     rows = [json.loads(line) for line in (tmp_path / LOADS_FILE).read_text().splitlines()]
     assert rows == [

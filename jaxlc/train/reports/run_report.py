@@ -19,7 +19,7 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.files import displayed
+from jaxlc.core.files import displayed, read_json_lines, replacing
 from jaxlc.core.text import count_text, duration_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource
@@ -321,10 +321,15 @@ def is_recorded(step: int, every: int, end_step: int) -> bool:
 
 
 def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
-    """Appends the loads of a step, as multiples of the mean load of the experts of a layer."""
+    """Adds the loads of a step, as multiples of the mean load of the experts of a layer, after those
+    of earlier steps; other rows, of a run that was killed after its last checkpoint, are dropped.
+    """
+    path = workdir / LOADS_FILE
     loads = [[float(f"{load:.4g}") for load in load_E] for load_E in load_LE]
-    with (workdir / LOADS_FILE).open("a") as file:
-        file.write(json.dumps(dict(step=step, loads=loads)) + "\n")
+    rows = [row for row in read_json_lines(path) if row["step"] < step]
+    with replacing(path) as out:
+        for row in (*rows, dict(step=step, loads=loads)):
+            out.write(json.dumps(row).encode() + b"\n")
 
 
 LOSS_PLOT = "loss.png"
