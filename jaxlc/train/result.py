@@ -263,6 +263,7 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None, *, is_run: bool = T
         "attention.strategy": "ring",
         "attention.ulysses_degree": 1,
         "memory.tile_tokens": 0,
+        "memory.node_copy_devices": 0,
         "train.gradient_accumulation_steps": 1,
         "train.global_batch_size": num_replicas,
         "train.eval_sequences": -(-config.train.eval_sequences // num_replicas) * num_replicas,

@@ -9,13 +9,14 @@ import pytest
 
 import jaxlc
 from jaxlc.cli import main_of
-from jaxlc.config import load, read_config
+from jaxlc.config import load, read_config, with_settings
 from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.step.language_model import padded_length
 from jaxlc.step.step import TrainStep
 from jaxlc.train.reports.metrics import PendingMetrics
+from jaxlc.train.result import _on_mesh
 from tests.step.synthetic import small_config, small_step
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
@@ -241,6 +242,12 @@ def test_load_on_any_mesh_gives_the_same_model(result, mesh):
     np.testing.assert_array_equal(loaded.history["step"], result.history["step"])
     if mesh == dict(data=2):
         assert loaded.evaluate().loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+
+
+def test_run_with_copies_of_nodes_is_loaded_on_a_mesh_without_nodes(config):
+    run = with_settings(load(config), {"memory.node_copy_devices": 4})
+    for mesh in ({}, dict(context=2), dict(data=8)):
+        assert _on_mesh(run, mesh).memory.node_copy_devices == 0
 
 
 def test_load_of_earlier_step_has_its_parameters_and_history(result):
