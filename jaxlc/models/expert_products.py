@@ -445,6 +445,7 @@ def expert_outputs(
 
     def product(name, x, w, bias, adapter):
         out = (fp8_block_product if name in fp8_names else PRODUCTS[kernel])(x, w, expert_n)
+        out = lax.optimization_barrier(out)  # for one kernel of the activation, as in `matmuls`
         if adapter is not None:
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)

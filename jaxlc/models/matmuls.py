@@ -28,6 +28,10 @@ from jaxlc.sharding.rules import Sharder
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 _X, _W, _DOUT = range(3)  # indices into a history
+# The backward pass of a rematerialized layer computes the activation of these products and both its gradients. XLA on
+# GPUs has a kernel for each, and each reads the products: it merges no kernels whose operands are its own matrix
+# products. Behind a barrier, it merges them.
+_BEHIND_BARRIER = ("mlp_gate", "mlp_up")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,8 @@ class Matmuls(nnx.Module):
         """
         assert name in self.names, name
         if name not in self.fp8_names:
-            return product(subscripts, x, w)
+            out = product(subscripts, x, w)
+            return lax.optimization_barrier(out) if name in _BEHIND_BARRIER else out
         history = None if self.history is None else self.history[self.names.index(name)]
         if self.is_bf16 is None:
             return fp8_product(x, w, history, _num_contracted(subscripts))

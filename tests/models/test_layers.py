@@ -1,6 +1,7 @@
 """Modules of a layer: initial values, norm, names for remat policies, embedding lookup."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models.block import Init, RMSNorm, in_use, matrix, residual_depth_scale
 from jaxlc.models.decoder import lookup
+from jaxlc.models.kinds.dense import gated
+from jaxlc.models.matmuls import Matmuls
 from jaxlc.sharding.rules import Sharder
+from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
 
 
@@ -48,6 +53,42 @@ def test_rms_norm_in_bfloat16_rounds_once():
     exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
     assert out.dtype == jnp.bfloat16
     assert (np.asarray(out) == exact.astype(jnp.bfloat16)).mean() > 0.999
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])
+def test_gated_activation_in_bfloat16_rounds_once(activation):
+    keys = jax.random.split(jax.random.key(0), 3)
+    gate, up, dhidden = (3 * jax.random.normal(key, (1000,), jnp.bfloat16) for key in keys)
+    operands = None if activation == "relu2" else gate, up
+
+    def results(dtype):
+        wide, cotangent = jax.tree.map(lambda x: x.astype(dtype), (operands, dhidden))
+        hidden, vjp = jax.vjp(functools.partial(gated, activation), *wide)
+        return hidden, vjp(cotangent)
+
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), results(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, results(jnp.bfloat16), rounded)
+
+
+@pytest.mark.jax_version
+@pytest.mark.gpu_compiler
+def test_backward_pass_of_rematerialized_activation_has_one_kernel_on_gpus():
+    matmuls = Matmuls(None, "mlp_gate", "mlp_up", "mlp_down")
+
+    def block(x, *weights):
+        gate, up = (
+            matmuls(name, "TD,DF->TF", x, w) for name, w in zip(matmuls.names[:2], weights)
+        )
+        return gated("silu", gate, up) @ weights[2]
+
+    def gradients(dout, *arguments):
+        return jax.vjp(jax.checkpoint(block), *arguments)[1](dout)
+
+    gpu = SingleDeviceSharding(topology("h100:1x1").devices[0])
+    matrix = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=gpu)
+    text = jax.jit(gradients).lower(*5 * [matrix]).compile(dict(WITHOUT_GPU)).as_text()
+    kernels = re.findall(r" = (.*) fusion\(.*kind=kLoop", text)
+    assert max(kernel.count("bf16[512,512]") for kernel in kernels) == 3
 
 
 def test_rms_norm_adds_epsilon():

@@ -20,10 +20,32 @@ _OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, app
 _LIMIT, _SHARPNESS = 7.0, 1.702
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """activation(gate) * up, in their dtype; `activation` as in `ModelConfig`. Without a gate
-    (relu2), the square of what is above 0 in up.
+    """activation(gate) * up, computed in float32 or wider and rounded to their dtype once, as are its gradients;
+    `activation` as in `ModelConfig`. Without a gate (relu2), the square of what is above 0 in up.
     """
+    return _gated_forward(activation, gate, up)[0]
+
+
+def _gated_forward(activation: str, *operands: jax.Array | None):
+    return _gated_rounded(activation, *operands), operands
+
+
+def _gated_backward(activation: str, operands, dhidden: jax.Array):
+    return jax.vjp(functools.partial(_gated_rounded, activation), *operands)[1](dhidden)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
+
+
+def _gated_rounded(activation: str, *operands: jax.Array | None) -> jax.Array:
+    dtype = operands[-1].dtype
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(dtype, jnp.float32)), operands)
+    return _gated(activation, *wide).astype(dtype)
+
+
+def _gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     if gate is None:
         return jnp.square(jax.nn.relu(up))
     if activation != "clamped_swiglu":
