@@ -441,6 +441,22 @@ def test_short_convolution_equals_numpy_per_document(context, token_order):
             assert max_relative_error(a, b) < FLOAT64_PARITY
 
 
+def test_gradients_of_short_convolution_in_bfloat16_round_once():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dout = (jax.random.normal(key, (1, 512, 6), jnp.bfloat16) for key in keys[:2])
+    weights = jax.random.normal(keys[2], (4, 6))
+    convolution = functools.partial(
+        short_convolution, mesh=mesh_of(context=2), segment_ids=jnp.asarray(SEGMENTS)
+    )
+
+    def gradients(dtype):
+        return jax.vjp(convolution, x.astype(dtype), weights)[1](dout.astype(dtype))
+
+    (dx, dweights), (wide, expected) = map(gradients, (jnp.bfloat16, jnp.float32))
+    assert (dx != wide.astype(jnp.bfloat16)).mean() < 0.01  # order of sums in float32
+    assert max_relative_error(dweights, expected) < FLOAT32_PARITY
+
+
 def test_invalid_arguments_raise():
     q, k, v, g, beta = operands("float32")
     mesh = mesh_of(context=2)

@@ -249,14 +249,52 @@ def _convolved(
     """Of tokens after the first P - 1, the sum of `added_BLW` and the tokens of their segment that
     the taps reach.
     """
-    num_taps = len(weights_PW)
-    num_tokens = x_BLW.shape[1] - (num_taps - 1)
-    own = segments_BL[:, num_taps - 1 :]
+    out_BLW = _taps(x_BLW, segments_BL, weights_PW)
+    return (out_BLW if added_BLW is None else out_BLW + added_BLW).astype(x_BLW.dtype)
+
+
+@jax.custom_vjp
+def _taps(x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array) -> jax.Array:
+    """Of tokens after the first P - 1, the sum of the tokens of their segment that the taps reach, in
+    float32 or wider.
+    """
+    own = segments_BL[:, len(weights_PW) - 1 :]
+    return _sum(_reached(x_BLW, segments_BL, own), weights_PW)
+
+
+def _taps_forward(*arguments):
+    return _taps(*arguments), arguments
+
+
+def _taps_backward(arguments, dout_BLW: jax.Array):
+    """The gradient of x is a convolution of dout in the other direction: one kernel, which rounds once.
+    JAX's derivative writes an array for each tap.
+    """
+    x_BLW, segments_BL, weights_PW = arguments
+    num_before = len(weights_PW) - 1
+    dout = jnp.pad(dout_BLW, [(0, 0), (num_before, num_before), (0, 0)])
+    segments = jnp.pad(segments_BL, [(0, 0), (0, num_before)])
+    dx = _sum(_reached(dout, segments, segments_BL), weights_PW[::-1])
+    taps = _reached(x_BLW, segments_BL, segments_BL[:, num_before:])
+    dweights_PW = jnp.stack([(dout_BLW * x).sum((0, 1)) for x in taps])
+    return dx.astype(x_BLW.dtype), None, dweights_PW.astype(weights_PW.dtype)
+
+
+_taps.defvjp(_taps_forward, _taps_backward)
+
+
+def _reached(x_BLW: jax.Array, segments_BL: jax.Array, own_BT: jax.Array) -> list[jax.Array]:
+    """For each offset, what T tokens of x from this offset on are, in float32 or wider; 0 if their segment
+    is another one than in `own_BT`.
+    """
+    num_tokens = own_BT.shape[1]
     wide = jnp.promote_types(jnp.float32, x_BLW.dtype)
+    parts = [slice(i, i + num_tokens) for i in range(x_BLW.shape[1] - num_tokens + 1)]
+    return [
+        jnp.where((segments_BL[:, part] == own_BT)[..., None], x_BLW[:, part], 0).astype(wide)
+        for part in parts
+    ]
 
-    def tap(i):
-        part = slice(i, i + num_tokens)
-        is_own = (segments_BL[:, part] == own)[..., None]
-        return jnp.where(is_own, x_BLW[:, part], 0).astype(wide) * weights_PW[i].astype(wide)
 
-    return sum(map(tap, range(num_taps)), 0 if added_BLW is None else added_BLW).astype(x_BLW.dtype)
+def _sum(taps: list[jax.Array], weights_PW: jax.Array) -> jax.Array:
+    return sum(x * weight_W.astype(x.dtype) for x, weight_W in zip(taps, weights_PW))
