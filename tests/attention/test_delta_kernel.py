@@ -5,6 +5,7 @@ Not tested: their results on a GPU. `sharded_rule.check_kernel` compares those b
 """
 
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.expert_plans import kernel_bytes
+from benchmarks.row_plans import kernel_bytes
 from jaxlc.attention import gated_delta_rule, natural_order, zigzag_order
 from jaxlc.attention.recurrence import chunks, kernel, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
+from jaxlc.attention.recurrence.convolution import _ONE_RANK as ONE_RANK
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
@@ -76,6 +78,17 @@ def test_kernels_equal_a_loop_over_tokens(monkeypatch, context):
 
     for name, a, b in zip(NAMES, values_and_gradients(ours, _operands()), _expected(), strict=True):
         assert max_relative_error(a, b) < FLOAT32_PARITY, name
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True])
+def test_loop_over_groups_is_that_of_xla_form(monkeypatch, uses_kernel):
+    """It would copy the operands of kernels, and their results."""
+    monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 32)
+    rule = Rule(1.0, uses_kernel=uses_kernel)
+    tokens = Tokens(*_operands(), None, None, None)
+    run = functools.partial(sharded_rule.recurrence, rule=rule, ranks=ONE_RANK, num_fragments=1)
+    rounds = re.findall(r"length=(\d+)", str(jax.make_jaxpr(run)(tokens)))
+    assert ("4" in rounds) is not uses_kernel  # of 4 of the 16 groups
 
 
 def _weighted(results, weights):

@@ -111,7 +111,7 @@ class Rule:
 
     scale: float  # multiplies queries
     corrects: bool = True  # the delta rule; layers have queries and keys of length 1
-    uses_kernel: bool = False  # kernel.py computes what it supports, see `_has_kernel`
+    uses_kernel: bool = False  # kernel.py computes what it supports, see `has_kernel`
 
 
 class Tokens(NamedTuple):
@@ -154,7 +154,7 @@ def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
     See `Affine`; M has a row for each state if nothing is corrected, and for each channel otherwise.
     """
     dtype = tokens.q_BLGK.dtype
-    if _has_kernel(tokens, rule):
+    if has_kernel(tokens, rule):
         num_sequences, _, num_heads, value_dim = tokens.v_BLHV.shape
         shape = num_sequences, num_heads, tokens.q_BLGK.shape[-1], value_dim
         own, out = _kernel_outputs(tokens, _identity(jnp.zeros(shape, jnp.float32)), rule)
@@ -294,7 +294,7 @@ def _in_order(out_BNHCV: jax.Array) -> jax.Array:
 def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the
     first one; and the state that leaves the last one."""
-    if _has_kernel(tokens, rule):
+    if has_kernel(tokens, rule):
         S_BHKV, out = _kernel_outputs(tokens, S_BHKV, rule)
         return out, S_BHKV
     chunks = _chunks(tokens, rule)
@@ -321,9 +321,10 @@ def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array
     return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
-def _has_kernel(tokens: Tokens, rule: Rule) -> bool:
+def has_kernel(tokens: Tokens, rule: Rule) -> bool:
     """Whether the kernels compute the chunks: with corrections, one gate a head, no prefixes."""
-    is_supported = rule.corrects and tokens.g_BLH.ndim == 3 and tokens.prefixes_BLD is None
+    is_supported = rule.corrects and tokens.g_BLH.ndim == tokens.beta_BLH.ndim
+    is_supported &= tokens.prefixes_BLD is None
     return rule.uses_kernel and is_supported and jnp.finfo(tokens.q_BLGK.dtype).bits <= 32
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.kernels import packed_check
 from jaxlc.attention.recurrence import chunks
-from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, read
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, has_kernel, map_and_reads, read
 from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
     Affine,
@@ -45,6 +45,9 @@ from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 GROUP_TOKENS = 1024
 _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of dimension 128
+# Kernels have no temporaries of that size, and a loop over groups copies their operands and results. They compute as
+# many groups at once as have outputs of this number of entries, half of what int32 counts.
+_KERNEL_ENTRIES = 2**30
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -69,8 +72,9 @@ def recurrence_in_groups(
     fragment_GB: jax.Array | None = None,
 ) -> jax.Array:
     """The outputs [G, B, g, H, V] of groups of tokens, arrays [G, B, g, ...]. See `entering_states`."""
-    maps, reads = _maps_and_reads(groups, rule)
-    return _outputs(reads, entering_states(maps, ranks, num_fragments, fragment_GB))
+    run, read = _mapped(groups, rule)
+    maps, reads = run(groups)
+    return read(reads, entering_states(maps, ranks, num_fragments, fragment_GB))
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -85,29 +89,30 @@ def continued_recurrence(
     """
     groups = _groups_of_rank(tokens, ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    maps, reads = _maps_and_reads(groups, rule)
+    run, read = _mapped(groups, rule)
+    maps, reads = run(groups)
     states, state = continued_states(maps, initial_bHKV, ranks)
-    return _in_order(_outputs(reads, states), tokens.q_BLGK.shape[1], 1), state
+    return _in_order(read(reads, states), tokens.q_BLGK.shape[1], 1), state
 
 
-def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
+def groups_at_once(
+    num_groups: int, num_sequences: int, group_tokens: int, most_tokens: int | None = None
+) -> int:
     """Groups that are computed at once. The batches are few, and equal if that divides the number of
     groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
-    most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
+    most_tokens = most_tokens or _GROUPS_AT_ONCE * GROUP_TOKENS
+    most = max(1, most_tokens // (num_sequences * group_tokens))
     return math.ceil(num_groups / math.ceil(num_groups / most))
 
 
-def _maps_and_reads(groups: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
-    """`map_and_reads` of groups, arrays [G, B, g, ...]."""
+def _mapped(groups: Tokens, rule: Rule) -> tuple[Callable, Callable]:
+    """`map_and_reads` and `read` of groups, arrays [G, B, ...]."""
+    *sizes, num_heads, value_dim = groups.v_BLHV.shape
+    entries = num_heads * (value_dim + groups.k_BLGK.shape[-1])  # of the outputs of a token
+    most_tokens = _KERNEL_ENTRIES // entries if has_kernel(groups, rule) else None
+    each = functools.partial(lax.map, batch_size=groups_at_once(*sizes, most_tokens))
     run = jax.checkpoint(functools.partial(map_and_reads, rule=rule))
-    return lax.map(run, groups, batch_size=groups_at_once(*groups.v_BLHV.shape[:3]))
-
-
-def _outputs(reads: jax.Array, states: jax.Array) -> jax.Array:
-    """The outputs of groups, from the states that enter them."""
-    num_groups, num_sequences, num_chunks = reads.shape[:3]
-    at_once = groups_at_once(num_groups, num_sequences, num_chunks * chunks.CHUNK_TOKENS)
-    return lax.map(lambda pair: read(*pair), (reads, states), batch_size=at_once)
+    return functools.partial(each, run), lambda *arrays: each(lambda pair: read(*pair), arrays)
 
 
 def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
