@@ -76,9 +76,7 @@ def test_backward_pass_of_rematerialized_activation_has_one_kernel_on_gpus():
     matmuls = Matmuls(None, "mlp_gate", "mlp_up", "mlp_down")
 
     def block(x, *weights):
-        gate, up = (
-            matmuls(name, "TD,DF->TF", x, w) for name, w in zip(matmuls.names[:2], weights)
-        )
+        gate, up = (matmuls(name, "TD,DF->TF", x, w) for name, w in zip(matmuls.names[:2], weights))
         return gated("silu", gate, up) @ weights[2]
 
     def gradients(dout, *arguments):

@@ -23,7 +23,6 @@ from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, has_kernel, map_and_reads, read
 from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
-    Affine,
     continued_states,
     entering_states,
     fragments_of,
