@@ -340,7 +340,7 @@ def open_metrics(
 
     def is_kept(row: Row) -> bool:
         is_repeated = row["step"] == last_step and any(name.startswith(prefixes) for name in row)
-        return row["step"] <= last_step and not (prefixes and is_repeated)
+        return row["step"] <= last_step and not is_repeated
 
     kept = list(filter(is_kept, read_rows(path)))
     with replacing(path) as out:
