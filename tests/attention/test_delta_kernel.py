@@ -18,6 +18,8 @@ from jaxlc.attention import gated_delta_rule, natural_order, zigzag_order
 from jaxlc.attention.recurrence import chunks, kernel, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
 from jaxlc.attention.recurrence.convolution import _ONE_RANK as ONE_RANK
+from jaxlc.attention.recurrence.sharded_recurrence import Documents
+from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
@@ -26,7 +28,9 @@ from tests.attention.test_delta_rule import (
     NAMES,
     SEGMENTS,
     mesh_of,
+    mixed_in_tiles,
     operands,
+    operands_of,
     oracle,
     values_and_gradients,
 )
@@ -78,6 +82,24 @@ def test_kernels_equal_a_loop_over_tokens(monkeypatch, context):
 
     for name, a, b in zip(NAMES, values_and_gradients(ours, _operands()), _expected(), strict=True):
         assert max_relative_error(a, b) < FLOAT32_PARITY, name
+
+
+def test_kernels_equal_xla_form_in_tiles():
+    keys = jax.random.split(jax.random.key(1), 3)
+    arrays = _short()
+    filters = [
+        jax.random.normal(key, (4, *x.shape[2:]), x.dtype) for key, x in zip(keys, arrays[:3])
+    ]
+    mesh = mesh_of(context=1)
+    documents = Documents(jnp.asarray(SEGMENTS[:, :128]), None)
+
+    def results(uses_kernel):
+        net = TiledRecurrence(mesh, Rule(0.25, uses_kernel=uses_kernel), 2, num_taps=4)
+        run = lambda *arrays: mixed_in_tiles(net, operands_of(*arrays), documents)  # noqa: E731
+        return values_and_gradients(run, (*arrays, *filters))
+
+    for a, b in zip(results(True), results(False), strict=True):
+        assert max_relative_error(a, b) < FLOAT32_PARITY
 
 
 @pytest.mark.parametrize("uses_kernel", [False, True])

@@ -45,7 +45,7 @@ from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 GROUP_TOKENS = 1024
 _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of dimension 128
 # Kernels have no temporaries of that size, and a loop over groups copies their operands and results. They compute as
-# many groups at once as have outputs of this number of entries, half of what int32 counts.
+# many tokens at once as have outputs of this number of entries, half of what int32 counts.
 _KERNEL_ENTRIES = 2**30
 
 
@@ -104,12 +104,17 @@ def groups_at_once(
     return math.ceil(num_groups / math.ceil(num_groups / most))
 
 
+def kernel_tokens(tokens: Tokens, rule: Rule) -> int | None:
+    """How many tokens kernels compute at once; None: they compute none."""
+    *_, num_heads, value_dim = tokens.v_BLHV.shape
+    entries = num_heads * (value_dim + tokens.k_BLGK.shape[-1])  # of the outputs of a token
+    return _KERNEL_ENTRIES // entries if has_kernel(tokens, rule) else None
+
+
 def _mapped(groups: Tokens, rule: Rule) -> tuple[Callable, Callable]:
     """`map_and_reads` and `read` of groups, arrays [G, B, ...]."""
-    *sizes, num_heads, value_dim = groups.v_BLHV.shape
-    entries = num_heads * (value_dim + groups.k_BLGK.shape[-1])  # of the outputs of a token
-    most_tokens = _KERNEL_ENTRIES // entries if has_kernel(groups, rule) else None
-    each = functools.partial(lax.map, batch_size=groups_at_once(*sizes, most_tokens))
+    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
+    each = functools.partial(lax.map, batch_size=at_once)
     run = jax.checkpoint(functools.partial(map_and_reads, rule=rule))
     return functools.partial(each, run), lambda *arrays: each(lambda pair: read(*pair), arrays)
 

@@ -36,7 +36,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
     rows_at,
     unit_lengths,
 )
-from jaxlc.attention.recurrence.sharded_rule import groups_of
+from jaxlc.attention.recurrence.sharded_rule import groups_of, kernel_tokens
 from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -47,7 +47,7 @@ _TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
 _SPLIT_TILES = PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR))
 # [2 x ranks, B, H, ...]: of both pieces of each rank
 _PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)
-_TOKENS_AT_ONCE = 8192  # as many as `sharded_rule` computes at once
+_TOKENS_AT_ONCE = 8192  # of the XLA form, see `sharded_rule`
 
 
 class TileSegments(NamedTuple):
@@ -159,7 +159,7 @@ class TiledRecurrence(NamedTuple):
 def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Rule) -> Affine:
     k, v = _filtered(operands[1:3], before[1:], operands.filters[1:], segments)
     # the map does not depend on q
-    groups = _groups(operands, unit_lengths(rule, k, k, v), segments)
+    groups = _groups(operands, unit_lengths(rule, k, k, v), segments, rule)
     run_group = jax.checkpoint(lambda tokens: map_and_reads(tokens, rule)[0])
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(run_group, groups))
@@ -171,7 +171,7 @@ def _outputs(
 ) -> jax.Array:
     num_tokens = operands.q_BTGK.shape[1] // 2
     q_k_v = _filtered(operands[:3], before, operands.filters, segments)
-    groups = _groups(operands, unit_lengths(rule, *q_k_v), segments)
+    groups = _groups(operands, unit_lengths(rule, *q_k_v), segments, rule)
     run_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, rule)[::-1])
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         _, out = lax.scan(run_group, states.reshape(-1, *states.shape[2:]), groups)
@@ -179,7 +179,7 @@ def _outputs(
     return jnp.concatenate(jnp.split(out, 2), axis=1)
 
 
-def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
+def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments, rule: Rule) -> Tokens:
     """The groups of tokens that are computed at once, [groups, 2 x b, ...].
 
     Args:
@@ -189,7 +189,8 @@ def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
     own, prefixes = jax.tree.map(_pieces, (segments.own_Bt, segments.prefixes_BtD))
     tokens = Tokens(*q_k_v, *gates, own, None, prefixes)
     num_sequences, num_tokens = tokens.segments_BL.shape
-    num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
+    at_once = kernel_tokens(tokens, rule) or _TOKENS_AT_ONCE
+    num_groups = math.ceil(num_sequences * num_tokens / at_once)
     return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups)
 
 
