@@ -187,8 +187,10 @@ def load(
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
     meta = read_meta(directory, step)
-    # of the run; those of this program are from its launcher
-    meta["config"]["runtime"] |= dict(num_processes=0, process_id=-1, coordinator_address="")
+    # not the processes and paths of the machines that trained it
+    meta["config"]["runtime"] |= dict(
+        num_processes=0, process_id=-1, coordinator_address="", compilation_cache_dir="auto"
+    )
     config = _on_mesh(_with_existing_tokenizer(from_dict(meta["config"]), workdir), mesh)
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)

@@ -250,12 +250,14 @@ def test_run_with_copies_of_nodes_is_loaded_on_a_mesh_without_nodes(config):
         assert _on_mesh(run, mesh).memory.node_copy_devices == 0
 
 
-def test_load_does_not_wait_for_the_processes_of_the_run(tmp_path):
+def test_load_uses_neither_processes_nor_paths_of_the_machines_of_the_run(tmp_path):
     processes = dict(num_processes=2, process_id=0, coordinator_address="127.0.0.1:9999")
-    runtime = dict(simulated_devices=2, **processes)
+    runtime = dict(simulated_devices=2, compilation_cache_dir="/dev/null/xla", **processes)
     runs.save_step_0(small_config(mesh=dict(context=2), runtime=runtime), tmp_path)
     loaded = jaxlc.load(tmp_path, mesh={})
-    assert loaded.mesh.size == 1 and loaded.config.runtime.num_processes == 0
+    runtime = loaded.config.runtime
+    assert loaded.mesh.size == 1 and runtime.num_processes == 0
+    assert runtime.compilation_cache_dir == "auto"
 
 
 def test_load_of_earlier_step_has_its_parameters_and_history(result):
