@@ -262,7 +262,7 @@ def grid(config: Config, num_devices: int, flags: SweepFlags) -> list[Point]:
             " add axes to --axes"
         )
     train = config.train
-    replicas = config.mesh.data * config.mesh.fsdp
+    replicas = config.mesh.num_replicas
     sequences = max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
     if config.runtime.simulated_devices:
         config = space.unchecked(config, {"runtime.simulated_devices": num_devices})

@@ -40,7 +40,12 @@ class MeshConfig:
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.fsdp * self.context * self.tensor
+        return self.num_replicas * self.context * self.tensor
+
+    @property
+    def num_replicas(self) -> int:
+        """Parts that the batch is split into."""
+        return self.data * self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)

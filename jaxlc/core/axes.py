@@ -18,6 +18,7 @@ Inside `shard_map` the letter of a dimension that is split over devices is lower
 `k_BSKH`. The case makes it visible where local and global lengths are mixed, a common bug of sequence parallelism.
 """
 
+import math
 from collections.abc import Mapping
 
 DATA = "data"  # batch split, parameters replicated
@@ -37,6 +38,11 @@ def is_layers(name: str) -> bool:
     """Whether the entry of a parameter tree with this name is a segment of the layers: first_layers, layers, layers_2
     and so on, last_layers; see `ModelConfig.segments`."""
     return LAYERS in name.split("_")
+
+
+def num_replicas(sizes: Mapping[str, int]) -> int:
+    """Replicas of a mesh with these sizes of axes: the parts that the batch is split into."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
 from jaxlc.config.models.model_schema import Segment
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, num_replicas
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.sequences.loader import experts_dtype
@@ -193,7 +193,7 @@ class CachedStep:
 
     def padded_batch_size(self, num_prompts: int) -> int:
         """The smallest batch size of at least `num_prompts` that splits over the mesh."""
-        multiple = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        multiple = num_replicas(self.mesh.shape)
         return -(-num_prompts // multiple) * multiple
 
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:

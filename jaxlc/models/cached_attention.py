@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, num_replicas
 from jaxlc.core.errors import Unsupported
 from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
 from jaxlc.sharding.mesh import shard_map
@@ -312,7 +311,7 @@ class CachedAttention(CachedKernels):
         """
         (batch, chunk_tokens, num_heads, _), head_dim = self.q_like.shape, self._cached_dim
         num_rows = max(chunk_tokens * num_heads, self.layout.tokens_per_rank * self.num_kv_heads)
-        batch_ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        batch_ranks = num_replicas(self.mesh.shape)
         problem = sharded_attention.problem_on(
             self.mesh,
             self.q_like.dtype,

@@ -22,7 +22,7 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened
-from jaxlc.core.axes import DATA, FSDP
+from jaxlc.core.axes import num_replicas
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
 from jaxlc.core.text import gib, progress_lines
@@ -259,7 +259,7 @@ def _layouts(
 ) -> Iterator[tuple[Settings, Layout]]:
     """Meshes, strategies and microbatches that divide the model, the sequence and the batch."""
     for mesh in space.meshes(config, rates.gpus.num_gpus):
-        per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
+        per_replica, rest = divmod(config.train.global_batch_size, num_replicas(mesh))
         sizes = (
             []
             if rest

@@ -19,7 +19,7 @@ from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
+from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR, mesh_text, num_replicas
 from jaxlc.core.hardware import Device
 from jaxlc.core.text import count_text
 
@@ -182,7 +182,7 @@ def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> S
     """Microbatches of `sequences` per replica; rounds eval_sequences up to a multiple of the
     replicas.
     """
-    replicas = mesh[DATA] * mesh[FSDP]
+    replicas = num_replicas(mesh)
     return {
         "train.gradient_accumulation_steps": max(
             1, config.train.global_batch_size // (sequences * replicas)
@@ -223,9 +223,7 @@ def changes(config: Config, device: Device) -> Iterator[Settings]:
     chunk = loss_chunk_tokens(config.model, config, device)
     smaller = [size for size in (chunk // 4, chunk // 16) if size >= _MIN_CHUNK_TOKENS]
     chunks = [config.memory.loss_chunk_tokens, *smaller]
-    can_halve = (
-        config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
-    )
+    can_halve = config.train.global_batch_size % (2 * steps * config.mesh.num_replicas) == 0
     microbatches = (steps, 2 * steps) if can_halve else (steps,)
     given = {path: value_of(config, path) for path in next(memory_settings(config))}
     for settings in (

@@ -199,7 +199,7 @@ def mean_of_microbatches(
     batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
     pairs = np.array([sequence.pairs for sequence in sequences])
     placed = np.concatenate([batch[balanced_order(config, pairs[batch])] for batch in batches])
-    num_replicas = config.mesh.data * config.mesh.fsdp
+    num_replicas = config.mesh.num_replicas
     per_microbatch = batch_size // config.train.gradient_accumulation_steps
     by_steps: dict[float, list[AttentionWork]] = {}
     for microbatch in placed.reshape(-1, per_microbatch):

@@ -232,8 +232,7 @@ def _head_share(config: Config) -> float:
 def num_sequences(config: Config) -> float:
     """Sequences of a microbatch of which a rank has a part."""
     train = config.train
-    mesh = config.mesh
-    return train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
+    return train.global_batch_size / (train.gradient_accumulation_steps * config.mesh.num_replicas)
 
 
 def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:

@@ -1,6 +1,5 @@
 """The batch of a training step, and the order of tokens in its arrays."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import num_layers_by_kind
 from jaxlc.config.kinds.contract import NUM_CHAINS
-from jaxlc.core.axes import BATCH_AXES, CONTEXT
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, num_replicas
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import ChoosesKernel, PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach
@@ -162,14 +161,14 @@ def _may_skip_ring_steps(config: Config, context: int) -> bool:
     keys.
     """
     train = config.train
-    mesh = config.mesh
     attention = config.attention
     has_ring = (
         attention.strategy in ("ring", "hybrid")
         and context // _group_size(config) > NUM_FIRST_RING_STEPS
     )
     is_one_sequence = (
-        train.global_batch_size == train.gradient_accumulation_steps and mesh.data * mesh.fsdp == 1
+        train.global_batch_size == train.gradient_accumulation_steps
+        and config.mesh.num_replicas == 1
     )
     return has_ring and is_one_sequence and not attention.shared_prefixes
 
@@ -311,7 +310,7 @@ def abstract_batch(
     shape = num_parts, train.global_batch_size // num_parts, config.data.seq_len
     spec = BATCH_SPEC
     if is_evaluated:
-        shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
+        shape = num_replicas(mesh.shape), config.data.seq_len
         spec = _SEQUENCE_SPEC
     dtypes = array_dtypes(config) | ({"fragment_ids": np.dtype("i4")} if has_fragments else {})
     sharding = NamedSharding(mesh, spec)

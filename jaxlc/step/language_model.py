@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
+from jaxlc.core.axes import CONTEXT, TENSOR, mesh_text, num_replicas
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
@@ -284,9 +284,7 @@ class LanguageModel:
         padded_tokens = padded_length(
             num_tokens if is_custom else max(num_tokens, _MIN_TOKENS), self.config, self.mesh
         )
-        padded_sequences = num_sequences + -num_sequences % math.prod(
-            self.mesh.shape[axis] for axis in BATCH_AXES
-        )
+        padded_sequences = num_sequences + -num_sequences % num_replicas(self.mesh.shape)
         step = self._step_for(padded_tokens)
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
         arrays = complete_batch(

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlc.core import text
-from jaxlc.core.axes import DATA, FSDP
+from jaxlc.core.axes import num_replicas
 from jaxlc.core.text import Update, count_text, no_progress
 from jaxlc.data.sequences.loader import FiniteSequences, batches
 from jaxlc.evals.document_loss import (
@@ -275,7 +275,7 @@ class Evaluator:
         """
         mesh = self._step.mesh
         order = self._step.sequence_order
-        batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
+        batch_size = num_replicas(mesh.shape)
 
         def arranged(i: int):
             # the first sequences again pad the last batch

@@ -28,7 +28,7 @@ from jaxlc.config.models.pretrained import (
     find_directory,
 )
 from jaxlc.core import errors, text
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
+from jaxlc.core.axes import CONTEXT, TENSOR, mesh_text, num_replicas
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data import data_sources
@@ -262,15 +262,15 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None, *, is_run: bool = T
     if mesh is None:
         return config
     sizes = all_sizes(mesh)
-    num_replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
+    replicas = num_replicas(sizes)
     settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "attention.strategy": "ring",
         "attention.ulysses_degree": 1,
         "memory.tile_tokens": 0,
         "memory.node_copy_devices": 0,
         "train.gradient_accumulation_steps": 1,
-        "train.global_batch_size": num_replicas,
-        "train.eval_sequences": -(-config.train.eval_sequences // num_replicas) * num_replicas,
+        "train.global_batch_size": replicas,
+        "train.eval_sequences": -(-config.train.eval_sequences // replicas) * replicas,
     }
     if not is_run:
         piece = 2 * sizes[CONTEXT] * sizes[TENSOR]

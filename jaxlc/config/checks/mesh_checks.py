@@ -209,8 +209,7 @@ def length_problems(config: Config) -> Iterator[str]:
             f"config.data.seq_len={num_tokens} is not divisible by 2 x mesh.context x mesh.tensor = {piece};"
             f" use {nearest_multiples(num_tokens, piece)}"
         )
-    replicas = mesh.data * mesh.fsdp
-    parts = train.gradient_accumulation_steps * replicas
+    parts = train.gradient_accumulation_steps * mesh.num_replicas
     if train.global_batch_size % parts:
         yield (
             f"config.train.global_batch_size={train.global_batch_size} is not divisible by"
@@ -232,7 +231,7 @@ def check_evaluation(config: Config) -> None:
 def evaluation_problems(config: Config) -> Iterator[str]:
     """Evaluation batches that the mesh does not divide."""
     train = config.train
-    replicas = config.mesh.data * config.mesh.fsdp
+    replicas = config.mesh.num_replicas
     if train.eval_sequences % replicas:
         yield (
             f"config.train.eval_sequences={train.eval_sequences} is not divisible by mesh.data x mesh.fsdp"

@@ -486,7 +486,7 @@ def balanced_order(config: Config, pairs: Sequence[int]) -> np.ndarray:
     pairs = np.array(pairs, np.int64)
     natural = np.arange(len(pairs)).reshape(config.train.gradient_accumulation_steps, -1)
     by_work = np.argsort(-pairs, kind="stable").reshape(natural.shape)
-    num_replicas = config.mesh.data * config.mesh.fsdp
+    num_replicas = config.mesh.num_replicas
     balanced = np.array([_spread(microbatch, pairs, num_replicas) for microbatch in by_work])
     natural_cost, cost = (replica_cost(config, pairs[order]) for order in (natural, balanced))
     return (balanced if cost < natural_cost else natural).reshape(-1)
@@ -496,7 +496,7 @@ def replica_cost(config: Config, pairs: np.ndarray) -> float:
     """The replica cost of a step with `pairs` int64 [sequences], by place; see the docstring of the
     module.
     """
-    replicas = config.mesh.data * config.mesh.fsdp
+    replicas = config.mesh.num_replicas
     by_replica = np.reshape(pairs, (config.train.gradient_accumulation_steps, replicas, -1)).sum(
         axis=2
     )

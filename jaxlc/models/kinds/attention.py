@@ -5,7 +5,6 @@ crosses ranks in training is in `jaxlc.attention`.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.config import ModelConfig
 from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import CONTEXT, TENSOR, num_replicas
 from jaxlc.models.block import Init, RMSNorm, add_bias, bias_vector, scaled
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (
@@ -232,7 +231,7 @@ def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelecti
     config = on.config
     sizes = on.mesh.shape
     num_sequences = config.train.global_batch_size // (
-        config.train.gradient_accumulation_steps * math.prod(sizes[axis] for axis in BATCH_AXES)
+        config.train.gradient_accumulation_steps * num_replicas(sizes)
     )
     num_tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
     return sharded_attention.choose(

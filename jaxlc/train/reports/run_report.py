@@ -235,7 +235,7 @@ def start_token_lines(tokenizer: Tokenizer) -> list[str]:
 
 def _replicas_lines(config: Config, train: PackedText) -> list[str]:
     """How long replicas wait for each other in attention over packed documents, in the first step."""
-    if config.mesh.data * config.mesh.fsdp == 1 or not config.attention.document_mask:
+    if config.mesh.num_replicas == 1 or not config.attention.document_mask:
         return []
     pairs = np.array(step_pairs(train, config, 0))
     cost = replica_cost(config, pairs[balanced_order(config, pairs)])
