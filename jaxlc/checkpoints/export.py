@@ -51,7 +51,13 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import ADAPTER_FILE, groups_within, local_path, write_errors_explained
+from jaxlc.core.files import (
+    ADAPTER_FILE,
+    groups_within,
+    local_path,
+    write_errors_explained,
+    write_json,
+)
 from jaxlc.core.text import Update, print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
@@ -268,7 +274,7 @@ def export(
                     content = with_language_model(
                         read_json(source.directory / CONFIG_FILE), content
                     )
-                (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+                write_json(partial / CONFIG_FILE, content)
                 shard_bytes = int(max_shard_gb * 1e9)
                 weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model, in_mxfp4
                 _write_weights(config, family, params, partial, *weights, progress)

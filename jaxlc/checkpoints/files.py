@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import logging
 import shutil
@@ -32,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing
+from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing, sha256_of
 from jaxlc.runtime.watchdog import Program, on_process_0, wait_for_processes
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
@@ -345,7 +344,7 @@ def read_valid_meta(directory: Path) -> dict:
 
 def digest_of(meta: dict) -> str:
     """The SHA-256 digest of a meta without the entry `DIGEST`."""
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    return sha256_of(json.dumps(meta, sort_keys=True))
 
 
 def read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:

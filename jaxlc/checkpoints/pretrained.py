@@ -8,7 +8,6 @@ does not resume, and is not loaded, with another base model.
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,7 +33,14 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import displayed, groups_within, local_path
+from jaxlc.core.files import (
+    displayed,
+    fingerprint_of,
+    groups_within,
+    local_path,
+    sha256_of,
+    write_json,
+)
 from jaxlc.core.text import count_text
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
@@ -146,17 +152,15 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
         prefix=family.prefix_of(stored),
         tensors={name: _described(tensor) for name, tensor in tensors.items()},
     )
-    record_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    digest = hashlib.sha256(json.dumps(record["tensors"], sort_keys=True).encode()).hexdigest()
+    write_json(record_file, record)
+    digest = fingerprint_of(json.dumps(record["tensors"], sort_keys=True))
     return (
-        text
-        and f"untrained  {text}, SHA-256 {digest[:16]}; exports copy them from {record['source']}"
+        text and f"untrained  {text}, SHA-256 {digest}; exports copy them from {record['source']}"
     )
 
 
 def _described(tensor: StoredTensor) -> dict[str, Any]:
-    digest = hashlib.sha256(tensor.bytes).hexdigest()
-    return dict(dtype=tensor.dtype, shape=list(tensor.shape), sha256=digest)
+    return dict(dtype=tensor.dtype, shape=list(tensor.shape), sha256=sha256_of(tensor.bytes.data))
 
 
 def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
@@ -401,7 +405,7 @@ def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta:
 def _fingerprint(step: TrainStep, params) -> str:
     """Of the frozen part of `params`; independent of the mesh."""
     _, frozen = lora.split(params, step.frozen)
-    return hashlib.sha256(json.dumps(sorted(checksums_of(frozen).items())).encode()).hexdigest()
+    return sha256_of(json.dumps(sorted(checksums_of(frozen).items())))
 
 
 def _source(step: TrainStep) -> str:

@@ -1,7 +1,6 @@
 """What verbs share: flags and their checks, output files, JAX on the CPU, and progress on stderr."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -152,7 +151,3 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
         raise UserError(
             f"invalid --{flag}={path}: expected a file name that ends with {', '.join(_IMAGES)}"
         )
-
-
-def write_json(path: str | Path, values: dict[str, Any]) -> None:
-    local_path(path).write_text(json.dumps(values, indent=1) + "\n")

@@ -17,7 +17,6 @@ from jaxlc.cli.flags import (
     progress,
     start_on_cpu,
     target_topology,
-    write_json,
 )
 from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_settings
 from jaxlc.config.command_line import ParsedCommand
@@ -31,7 +30,7 @@ from jaxlc.config.values import Above0, From1, Tokens, typed
 from jaxlc.core import errors
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import local_path
+from jaxlc.core.files import local_path, write_json
 from jaxlc.core.processes import Row, default_num_workers, run_in_processes
 from jaxlc.core.text import gib, progress_lines
 from jaxlc.core.text import print_to_stderr as log

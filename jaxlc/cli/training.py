@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from jaxlc.cli.flags import check_output_file, import_jax, write_json
+from jaxlc.cli.flags import check_output_file, import_jax
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, VerbFlags, run_main
 from jaxlc.config.values import From1
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing
+from jaxlc.core.files import (
+    displayed,
+    full_disk_explained,
+    make_writable,
+    replacing,
+    write_json,
+)
 from jaxlc.core.text import print_to_stderr
 from jaxlc.runtime import peers
 

@@ -38,10 +38,16 @@ from jaxlc.core.text import nearest_name
 _LETTERS = 16  # of a SHA-256 digest
 
 
+def sha256_of(content: bytes | memoryview | str) -> str:
+    """The SHA-256 digest, in hexadecimal, of bytes or of a text."""
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    return hashlib.sha256(content).hexdigest()
+
+
 def fingerprint_of(content: object) -> str:
     """The fingerprint of a text, or of what `repr` shows of a value."""
-    text = content if isinstance(content, str) else repr(content)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_LETTERS]
+    return sha256_of(content if isinstance(content, str) else repr(content))[:_LETTERS]
 
 
 def file_fingerprint(path: Path) -> str:
@@ -229,6 +235,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         tokenize.TokenError,
     ) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def write_json(path: str | Path, content: object) -> None:
+    """Writes `content` as indented JSON."""
+    local_path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

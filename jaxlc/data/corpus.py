@@ -6,7 +6,6 @@ It is checked for enough text, with warnings about its text.
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from jaxlc.config.models import hub
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import sha256_of
 from jaxlc.core.text import Update, no_progress
 from jaxlc.data.sequences.loader import (
     MANY,
@@ -221,7 +221,7 @@ def open_corpus(
         train=_in_shares(config, [(source.train, source.share) for source in sources]),
         heldout=heldout,
         sources=tuple(sources),
-        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
+        fingerprint=sha256_of(repr(identity)),
         warnings=tuple(opener.warnings),
     )
 

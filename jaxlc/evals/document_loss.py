@@ -11,7 +11,6 @@ The documents of an evaluation are the samples, not its tokens: the losses of th
 document are correlated, and intervals that treat tokens as independent are too narrow.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from scipy.special import ndtr, stdtrit
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import read_json_lines
+from jaxlc.core.files import read_json_lines, sha256_of
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -301,7 +300,7 @@ def losses_of(
             for i, index in enumerate(indices)
         ]
 
-    content = hashlib.sha256(b"".join(document.ids.tobytes() for document in documents)).hexdigest()
+    content = sha256_of(b"".join(document.ids.tobytes() for document in documents))
     header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits)
     return _losses_of_rows(length, predictions.rows(header, len(documents), make_rows))
 

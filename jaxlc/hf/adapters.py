@@ -5,7 +5,6 @@ adapter_config.json        rank, alpha, the projections ("target_modules"), thos
 adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each projection, and the trained modules, float32
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
 from jaxlc.core.errors import Unsupported, UserError, raise_all
-from jaxlc.core.files import ADAPTER_FILE, local_path
+from jaxlc.core.files import ADAPTER_FILE, local_path, write_json
 from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of
 from jaxlc.models import decoder, lora
@@ -167,7 +166,7 @@ def write_adapters(
         inference_mode=True,
         lora_dropout=0.0,
     )
-    (target / ADAPTER_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(target / ADAPTER_FILE, content)
 
 
 def read_adapters(

@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, quantization_of
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
-from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file
+from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file, write_json
 from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -543,7 +543,7 @@ class TensorWriter(contextlib.ExitStack):
                 "metadata": {"total_size": sum(sizes)},
                 "weight_map": dict(sorted(file_of.items())),
             }
-            (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            write_json(directory / INDEX_FILE, index)
 
     def write(self, name: str, array: np.ndarray, region: tuple[slice, ...] = ()) -> None:
         """Writes one tensor, or a region of it, converted to the dtype of the files; once.

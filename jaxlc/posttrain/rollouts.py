@@ -6,7 +6,6 @@ rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import shlex
@@ -23,7 +22,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core import processes
 from jaxlc.core.errors import UserError, require
-from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
+from jaxlc.core.files import displayed, local_path, replacing, sha256_of, write_errors_explained
 from jaxlc.data.sequences.loader import (
     DataSource,
     Inputs,
@@ -263,7 +262,7 @@ def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256_of(path.read_bytes())
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:

@@ -8,7 +8,6 @@ the work on one point, in its own process (`jaxlc.core.processes`).
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import local_path, make_writable
+from jaxlc.core.files import file_fingerprint, fingerprint_of, local_path, make_writable
 from jaxlc.core.processes import Row, Work, run_in_processes
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
@@ -189,7 +188,7 @@ def estimate(
         | options
     )
     if constants:  # other constants give other rows
-        about["constants"] = hashlib.sha256(local_path(constants).read_bytes()).hexdigest()[:16]
+        about["constants"] = file_fingerprint(local_path(constants))
     work = functools.partial(estimate_point, constants=constants, **options)
     return run(
         points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over
@@ -263,6 +262,4 @@ def run(
 
 def _key(config: Config, about: Row) -> str:
     """Identifies a row of the file: the whole config, and the columns that all rows share."""
-    return hashlib.sha256(
-        json.dumps([to_dict(config), about], sort_keys=True).encode()
-    ).hexdigest()[:16]
+    return fingerprint_of(json.dumps([to_dict(config), about], sort_keys=True))

@@ -13,7 +13,6 @@ WORKDIR/profile/process-N.
 
 import ctypes
 import gzip
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ import jax
 
 from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import write_json
 from jaxlc.step.batch import Batch
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import StepMetrics
@@ -159,7 +159,7 @@ class StepProfiler:
     def _write_run(self, more: Mapping[str, float] = MappingProxyType({})) -> None:
         devices = dict(device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count())
         about = dict(config=to_dict(self._config), **devices, **more)
-        (self._trace_directory / RUN_FILE).write_text(json.dumps(about, indent=1) + "\n")
+        write_json(self._trace_directory / RUN_FILE, about)
 
 
 def _cuda_runtime() -> ctypes.CDLL:

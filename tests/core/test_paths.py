@@ -5,10 +5,10 @@ import pytest
 
 import jaxlc
 from jaxlc import cli
-from jaxlc.cli.flags import check_output_file, write_json
+from jaxlc.cli.flags import check_output_file
 from jaxlc.config import read_config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, local_path
+from jaxlc.core.files import displayed, local_path, write_json
 from jaxlc.runtime import peers
 from jaxlc.simulate import roofline
 from tests.helpers import without_home

@@ -45,7 +45,14 @@ import numpy as np
 from jaxlc.config.schema import DataConfig
 from jaxlc.core import processes
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import local_path, locked, read_arrays, replacing, write_errors_explained
+from jaxlc.core.files import (
+    local_path,
+    locked,
+    read_arrays,
+    replacing,
+    sha256_of,
+    write_errors_explained,
+)
 from jaxlc.core.text import Update, no_progress
 from jaxlc.data.texts.documents import (
     BAD_RECORDS,
@@ -444,7 +451,7 @@ def open_store(
     ]
     template = encoder.template.identity if fields.chat else ()
     identity = (_FORMAT, tokenizer.fingerprint, (*fields, template), described)
-    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+    key = sha256_of(repr(identity))[:24]
     paths = StorePaths.of(directory, key)
 
     store = read_store(paths, tokenizer)

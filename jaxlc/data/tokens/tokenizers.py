@@ -22,7 +22,6 @@ BPE as in SentencePiece, where "▁" replaces each space (Llama 2, Mistral, Gemm
 """
 
 import functools
-import hashlib
 import itertools
 import re
 import unicodedata
@@ -38,7 +37,7 @@ from jaxlc.config.schema import DataConfig
 from jaxlc.config.values import invalid_value
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited
+from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited, sha256_of
 from jaxlc.core.text import nearest_name
 
 _PIECE_CHARACTERS = 1 << 16
@@ -333,7 +332,7 @@ class HuggingFaceTokenizer:
                 " --config.data.end_token to one of its tokens"
             )
         self.end_of_document_id = self._token_id("data.end_token", data.end_token or usual)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.fingerprint = sha256_of(content)
         if data.end_token not in ("", usual) or data.parse_special_tokens:
             self._add_to_fingerprint(
                 self.end_of_document_id, *["special tokens"] * data.parse_special_tokens
@@ -346,7 +345,7 @@ class HuggingFaceTokenizer:
             self._add_to_fingerprint(self.start_ids.tolist())
 
     def _add_to_fingerprint(self, *identity: Any) -> None:
-        self.fingerprint = hashlib.sha256(repr((self.fingerprint, *identity)).encode()).hexdigest()
+        self.fingerprint = sha256_of(repr((self.fingerprint, *identity)))
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.concatenate(self.encode_pieces(list(self.pieces([text]))))
