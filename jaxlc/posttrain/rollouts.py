@@ -2,7 +2,7 @@
 waits for it.
 
 Another program writes the files, for which checkpoints are exported, or the policy itself makes the
-rollouts, on the mesh (`generation.policy_rollouts`) or on a server (`generation.server_rollouts`).
+rollouts, on the mesh or on a server (`generation.rollouts`).
 """
 
 import functools

@@ -55,8 +55,7 @@ from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer
 from jaxlc.generation.generate_text import Sampler
-from jaxlc.generation.policy_rollouts import PolicyRollouts, RolloutMaker
-from jaxlc.generation.server_rollouts import ServerRollouts
+from jaxlc.generation.rollouts import PolicyRollouts, RolloutMaker, ServerRollouts
 from jaxlc.models.lora import trained_settings
 from jaxlc.posttrain.rollouts import Rollouts, RolloutSequences
 from jaxlc.posttrain.traces import with_reference

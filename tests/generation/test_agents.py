@@ -13,7 +13,7 @@ from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.policy_rollouts import PolicyRollouts, _Rounds
+from jaxlc.generation.rollouts import PolicyRollouts, _Rounds
 from jaxlc.posttrain.agents import Agents, Client, Turn, answer_once, in_background, write_rewarded
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt, open_traces

@@ -22,7 +22,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.generator import Generator
-from jaxlc.generation.policy_rollouts import PolicyRollouts, prompts_of_step
+from jaxlc.generation.rollouts import PolicyRollouts, prompts_of_step
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.agents import Agents, SamplerError, answer_once, seed_of
 from jaxlc.posttrain.rollouts import write_rollouts

@@ -29,7 +29,7 @@ from jaxlc.config import defaults, with_settings
 from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
-from jaxlc.generation.policy_rollouts import PolicyRollouts
+from jaxlc.generation.rollouts import PolicyRollouts
 from jaxlc.posttrain.agents import Answer, rewards_of
 from jaxlc.posttrain.rollouts import _call
 from jaxlc.posttrain.traces import open_prompts, open_traces
