@@ -27,12 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing, sha256_of
-from jaxlc.runtime.watchdog import Program, on_process_0, wait_for_processes
+from jaxlc.runtime.watchdog import Program, on_process_0, problem_of_any_process
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
 
@@ -238,7 +237,7 @@ def on_every_process(read: Callable):
       Damaged: on all processes, if it failed on any of them.
     """
     result = None
-    problem = None
+    problem = ""
     with quiet_failures():
         try:
             result = read()
@@ -247,13 +246,10 @@ def on_every_process(read: Callable):
         except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
             problem = first_words(error)
         # only then, because it takes a second in a process with many objects
-        if problem is not None:
+        if problem:
             collect_abandoned_reads()
-    wait_for_processes("checkpoint read")  # the times to read parts of it differ
-    failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
-    if failed.any() and problem is None:
-        problem = f"process {failed.argmax()} could not read its part"
-    if problem:
+    # no collective, whose timeout is short: the times to read parts of it differ
+    if problem := problem_of_any_process("checkpoint read", problem):
         raise Damaged(problem)
     return result
 
