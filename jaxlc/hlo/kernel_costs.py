@@ -39,11 +39,9 @@ from jaxlc.hlo.parser import (
     Pass,
     Program,
     components,
-    has_window,
     is_data_dependent,
+    is_in,
     is_in_attention,
-    is_in_ring_step,
-    is_over_prefix,
     pass_of,
     trip_count,
 )
@@ -426,11 +424,11 @@ def _kernel_call(
         flops,
         is_masked,
         sizes,
-        has_window(call.op_name),
-        is_in_ring_step(call.op_name),
+        is_in(call.op_name, scopes.SLIDING_WINDOW),
+        is_in(call.op_name, scopes.RING_STEP),
         is_data_dependent(call.op_name),
         head_dim,
-        is_over_prefix(call.op_name),
+        is_in(call.op_name, scopes.SHARED_PREFIX),
     )
 
 
@@ -493,8 +491,8 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
         flops,
         is_masked,
         None,
-        has_window(loop.op_name),
-        is_in_ring_step(loop.op_name),
+        is_in(loop.op_name, scopes.SLIDING_WINDOW),
+        is_in(loop.op_name, scopes.RING_STEP),
     )
 
 
@@ -563,6 +561,6 @@ def find_attention_collectives(
             collective,
             pass_of(transfer.start.op_name),
             tuple(calls),
-            has_window(transfer.start.op_name),
+            is_in(transfer.start.op_name, scopes.SLIDING_WINDOW),
             collective.sent_bytes + sum(concurrent),
         )

@@ -47,10 +47,7 @@ from jaxlc.core.scopes import (
     FIRST_RING_STEPS,
     MORE_DOCUMENTS,
     RECURRENCE,
-    RING_STEP,
     SCOPES,
-    SHARED_PREFIX,
-    SLIDING_WINDOW,
 )
 
 Pass = Literal["forward", "recomputation", "backward"]
@@ -97,21 +94,6 @@ def is_in_token_mixing(op_name: str) -> bool:
     return all(mixing & set(components(path)) for path in _paths(op_name))
 
 
-def has_window(op_name: str) -> bool:
-    """Whether an instruction belongs to attention with a sliding window, exchanges included."""
-    return _is_in(op_name, SLIDING_WINDOW)
-
-
-def is_in_ring_step(op_name: str) -> bool:
-    """Whether an instruction belongs to attention over the KV block of another rank."""
-    return _is_in(op_name, RING_STEP)
-
-
-def is_over_prefix(op_name: str) -> bool:
-    """Whether an instruction belongs to attention of branches to a shared prefix."""
-    return _is_in(op_name, SHARED_PREFIX)
-
-
 def innermost_scope(op_name: str) -> str:
     """The last scope of an instruction, "" if it has none; a merged instruction has the scope of
     its first path.
@@ -122,10 +104,11 @@ def innermost_scope(op_name: str) -> str:
 
 def is_data_dependent(op_name: str) -> bool:
     """Whether the number of executions depends on the documents of a packed sequence."""
-    return _is_in(op_name, MORE_DOCUMENTS)
+    return is_in(op_name, MORE_DOCUMENTS)
 
 
-def _is_in(op_name: str, scope: str) -> bool:
+def is_in(op_name: str, scope: str) -> bool:
+    """Whether an instruction, or a part of a merged one, belongs to a scope."""
     return any(scope in components(path) for path in _paths(op_name))
 
 
@@ -454,7 +437,7 @@ def called(program: Program, instruction: Instruction, skips_ring_steps: bool) -
     if instruction.opcode != "conditional":
         return list(instruction.called)
     skips = {  # a branch with a ring whose later steps no document needs
-        name: any(_is_in(x.op_name, FIRST_RING_STEPS) for x in program.computations[name])
+        name: any(is_in(x.op_name, FIRST_RING_STEPS) for x in program.computations[name])
         for name in instruction.called
     }
     return [name for name in skips if not any(skips.values()) or skips[name] == skips_ring_steps]

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds.attention import num_head_ranks
+from jaxlc.core.scopes import RING_STEP, SHARED_PREFIX
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import AttentionCollective, AttentionKernelCall, Cost
 from jaxlc.hlo.parser import (
     Instruction,
     Program,
     is_data_dependent,
-    is_in_ring_step,
-    is_over_prefix,
+    is_in,
     trip_count,
 )
 from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
@@ -50,9 +50,9 @@ class TimeModel:
         """
         if not is_data_dependent(loop.op_name):
             return trip_count(program, loop)
-        if self.work is None or is_over_prefix(loop.op_name):  # one call takes two trees
+        if self.work is None or is_in(loop.op_name, SHARED_PREFIX):  # one call takes two trees
             return 0
-        is_ring_step = is_in_ring_step(loop.op_name)
+        is_ring_step = is_in(loop.op_name, RING_STEP)
         return self.work.ring_step_further_calls if is_ring_step else self.work.own_further_calls
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:

@@ -25,8 +25,9 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
+from jaxlc.core.scopes import RING_STEP
 from jaxlc.hlo import parse
-from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.parser import is_data_dependent, is_in
 from jaxlc.sharding.document_layout import document_order
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
@@ -629,4 +630,4 @@ def test_packed_ring_on_h100s_has_expected_cudnn_calls():
         for call in (("PADDING_CAUSAL", 3), ("PADDING", 3), ("PADDING", 2))
     }
     loops = [x.op_name for computation in program for x in computation if x.opcode == "while"]
-    assert [is_in_ring_step(name) for name in loops if is_data_dependent(name)] == 2 * [False]
+    assert [is_in(name, RING_STEP) for name in loops if is_data_dependent(name)] == 2 * [False]

@@ -22,9 +22,10 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
+from jaxlc.core.scopes import RING_STEP
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import attention_kernel
-from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.parser import is_data_dependent, is_in
 from jaxlc.plan.program import workspace_bytes
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
@@ -289,7 +290,7 @@ def test_packed_ring_compiles_for_h100s_without_loops_in_ring_steps():
     assert {x[2:] for x in sizes if x[1]} == expected_sizes
     assert {x[2:] for x in sizes if not x[1]} == expected_sizes
     loops = [x.op_name for computation in program for x in computation if x.opcode == "while"]
-    assert not any(is_in_ring_step(name) for name in loops if is_data_dependent(name))
+    assert not any(is_in(name, RING_STEP) for name in loops if is_data_dependent(name))
 
 
 @needs_package
