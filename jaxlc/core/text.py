@@ -30,6 +30,12 @@ def count_text(number: int, noun: str, plural_ending: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural_ending}"
 
 
+def first_of(names: Sequence[object], limit: int = 8) -> str:
+    """The first names, "a, b and 2 more"."""
+    num_more = len(names) - limit
+    return ", ".join(map(str, names[:limit])) + (f" and {num_more} more" if num_more > 0 else "")
+
+
 def gib(num_bytes: float) -> str:
     """Bytes in GiB with two decimals, without the unit."""
     return f"{num_bytes / 2**30:,.2f}"

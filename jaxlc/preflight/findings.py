@@ -25,7 +25,7 @@ from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import Config
 from jaxlc.core.processes import UNKNOWN_MEMORY, free_host_bytes, system_text
-from jaxlc.core.text import aligned, gib
+from jaxlc.core.text import aligned, first_of, gib
 from jaxlc.runtime import memory
 from jaxlc.runtime.memory import HOST_SHARE, query_gpus
 from jaxlc.runtime.xla_flags import find_library, installed_plugin, nccl_version
@@ -185,7 +185,6 @@ CLOCK_SECONDS = 5.0
 # them.
 _LOCKED_BYTES = 2**36
 _NAMES = {PRODUCT: "a matrix product", COPY: "a copy to the host"}
-_MAX_NAMES = 8
 MARK = "*"  # the worst value of a column
 _MAX_ROWS = 64  # of more processes, only the first ones and those with a worst value
 
@@ -466,9 +465,4 @@ def _names(group: Sequence[Facts]) -> str:
     processes = [str(own.process_id) for own in group]
     hosts = list(dict.fromkeys(own.host for own in group))
     noun = "process" if len(group) == 1 else "processes"
-    return f"{noun} {_cut(processes)} on {_cut(hosts)}"
-
-
-def _cut(words: Sequence[str]) -> str:
-    more = len(words) - _MAX_NAMES
-    return ", ".join(words[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"{noun} {first_of(processes)} on {first_of(hosts)}"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.text import first_of
 
 Message = dict[str, Any]  # a key names its kind: hello, welcome, go, failed, lost or bye
 
@@ -250,9 +251,7 @@ def _check_clock(
     absent = sorted(set(range(1, me.num_processes)) - arrived.keys())
     if not absent or not (clock.is_over or clock.is_notice_due()):
         return
-    names = ", ".join(map(str, absent[:16])) + (
-        f" and {len(absent) - 16} more" if len(absent) > 16 else ""
-    )
+    names = first_of(absent, 16)
     missing = f"{'process' if len(absent) == 1 else 'processes'} {names} of {me.num_processes} at {address}"
     note = _note(address, is_process_0=True)
     if clock.is_over:

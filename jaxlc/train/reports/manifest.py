@@ -25,6 +25,7 @@ from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import read_json_file, replacing
 from jaxlc.core.interrupts import call_within
+from jaxlc.core.text import first_of
 from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep
 
@@ -124,7 +125,6 @@ def _commit() -> str:
 
 CONFIG_COPY = "resolved_config.py"
 PLAN_FILE = "plan.json"  # of `jaxlc plan --json`
-_MAX_NAMES = 8  # changed settings in one line
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
@@ -153,9 +153,7 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     if not names:  # only their order or the text around them
         kept.unlink()
         return None
-    shown = ", ".join(names[:_MAX_NAMES]) + (
-        f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
-    )
+    shown = first_of(names)
     return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}"
 
 
