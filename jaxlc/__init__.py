@@ -10,7 +10,7 @@ without waiting for the import of JAX.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlc.core import interrupts
+from jaxlc import interrupts
 
 if TYPE_CHECKING:
     from jaxlc import attention, config, data, plan, profile, sweep, train

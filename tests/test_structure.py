@@ -20,6 +20,7 @@ from jaxlc.config import load_stages
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxlc"
 LAYERS = dict(
+    interrupts=-1,
     core=0, _jax_internals=0,
     config=1, hlo=1,
     runtime=2, sharding=2, **{"data.texts": 2, "data.tokens": 2, "data.sequences": 2},

@@ -163,7 +163,7 @@ CHECKPOINTS_DIRECTORY = "checkpoints"
 # In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run
 # could not read.
 TEMPORARY, UNREADABLE = ".orbax-checkpoint-tmp", ".unreadable"
-_next_hook = sys.__unraisablehook__  # in a command, the hook of `jaxlc.core.interrupts`
+_next_hook = sys.__unraisablehook__  # in a command, the hook of `jaxlc.interrupts`
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
 BASE = "base"

@@ -45,7 +45,7 @@ from jaxlc.checkpoints.files import (
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
 from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
-from jaxlc.core.interrupts import call_within
+from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 

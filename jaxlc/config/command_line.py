@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from jaxlc import interrupts
 from jaxlc.config.files import read_config, shipped_configs, unset_shape
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, Stage, StageConfig
 from jaxlc.config.loading import load_stages
@@ -37,7 +38,6 @@ from jaxlc.config.values import (
     out_of_range,
     typed,
 )
-from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.files import local_path
 from jaxlc.core.text import did_you_mean, guarded, nearest_name

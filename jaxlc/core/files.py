@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxlc.core import interrupts
+from jaxlc import interrupts
 from jaxlc.core.errors import DiskFullError, UserError, reason_of
 from jaxlc.core.text import nearest_name
 

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import temporary_explained
-from jaxlc.core.interrupts import start_thread
+from jaxlc.interrupts import start_thread
 
 _POLL_SECONDS = 0.5
 _MAIN = "from jaxlc.core.processes import main; main({descriptor})"

@@ -1,7 +1,8 @@
 """Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines, and
 standard output.
 
-Standard output and error of a command may have any encoding, a full disk, no reader, or be closed.
+Standard output and error of a command may have a full disk, or no reader; for their encoding see
+`jaxlc.interrupts`.
 Imports no jax.
 
 HTML for `_repr_html_`: text tables and collapsible blocks, with inline styles only.
@@ -10,10 +11,8 @@ Notebook front ends remove <style> elements and block external resources. Text t
 the page and backgrounds are transparent, so that the result is readable in light and dark themes.
 """
 
-import codecs
 import contextlib
 import difflib
-import io
 import os
 import shutil
 import signal
@@ -164,43 +163,6 @@ def progress_lines(
         if is_bar:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
             _bar.release()
-
-
-# others are escaped, as in "\u2581"
-_ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}
-
-
-def open_closed_streams() -> None:
-    """Opens the standard streams that are closed: they have no text, and discard what is written.
-
-    Python has None for them. The next file that is opened would get their number, and the messages of C++ code.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-def prepare() -> None:
-    """Makes all streams accept all texts. A closed stream discards them."""
-    open_closed_streams()
-    codecs.register_error("jaxlc.ascii", _encodable)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="jaxlc.ascii")
-
-
-def _encodable(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    characters = error.object[error.start : error.end]
-    forms = (
-        _ASCII.get(each) or each.encode("ascii", "backslashreplace").decode() for each in characters
-    )
-    return "".join(forms), error.end
 
 
 def guarded(command: Callable[[], int]) -> int:

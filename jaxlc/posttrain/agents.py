@@ -25,10 +25,10 @@ from jaxlc.config import Config
 from jaxlc.config.rollouts_schema import RolloutsConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import displayed, local_path
-from jaxlc.core.interrupts import in_thread
 from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.interrupts import in_thread
 from jaxlc.posttrain.records import FAILED, encoded_array
 from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.posttrain.traces import Prompt

@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import raise_all, reason_of
-from jaxlc.core.interrupts import in_thread
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.interrupts import in_thread
 from jaxlc.posttrain.agents import FAILED, SamplerError, Teacher, Turn, in_background
 from jaxlc.posttrain.records import TEACHER_FIELDS, encoded_array, stored_array
 from jaxlc.runtime.watchdog import on_process_0

@@ -26,7 +26,7 @@ from typing import NoReturn, TextIO
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.interrupts import call_within, end_process, start_thread
+from jaxlc.interrupts import call_within, end_process, start_thread
 from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
 
 _LEAST_SECONDS = 1.0

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxlc.core.interrupts import start_thread
-from jaxlc.core.text import open_closed_streams
+from jaxlc.interrupts import open_closed_streams, start_thread
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 

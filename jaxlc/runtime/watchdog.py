@@ -39,11 +39,11 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from jaxlc import interrupts
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import interrupts
-from jaxlc.core.interrupts import call_within, start_thread
 from jaxlc.core.text import aligned
+from jaxlc.interrupts import call_within, start_thread
 from jaxlc.runtime import peers
 
 DEVICES = "devices"  # the phase of a process that waits for its devices

@@ -23,8 +23,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxlc import interrupts
 from jaxlc.config import Config
-from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import suggestion
 from jaxlc.runtime import watchdog

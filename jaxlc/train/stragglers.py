@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.interrupts import call_within
+from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import DEVICES
 from jaxlc.train.callbacks import is_period

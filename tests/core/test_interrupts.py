@@ -14,7 +14,7 @@ _CASES = """
 import hashlib, os, pathlib, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 from jaxlc.config.command_line import VerbFlags, run_main
-from jaxlc.core import interrupts
+from jaxlc import interrupts
 sys.argv[0] = "jaxlc"
 interrupts.install_for_command()
 sys.path.insert(0, sys.argv[1])

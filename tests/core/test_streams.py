@@ -14,7 +14,7 @@ from jaxlc.cli import VERBS, main_of
 from jaxlc.config.command_line import run_main
 
 ROOT = Path(__file__).parents[2]
-PREPARED = "import sys; from jaxlc.core import text; text.prepare(); "
+PREPARED = "import sys; from jaxlc import interrupts; from jaxlc.core import text; interrupts.prepare_streams(); "
 PRINT = (
     PREPARED
     + "sys.exit(text.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"

@@ -2,9 +2,9 @@ import signal
 
 import pytest
 
+from jaxlc import interrupts
 from jaxlc.cli.training import train
 from jaxlc.config.command_line import run_main
-from jaxlc.core import interrupts
 from jaxlc.train import loop
 from jaxlc.train.callbacks import PreemptionGuard, Stop
 from tests.train import runs

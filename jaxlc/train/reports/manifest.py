@@ -24,8 +24,8 @@ from jaxlc.config.values import flattened
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import read_json_file, replacing
-from jaxlc.core.interrupts import call_within
 from jaxlc.core.text import first_of
+from jaxlc.interrupts import call_within
 from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep
 

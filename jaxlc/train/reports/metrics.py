@@ -42,7 +42,7 @@ import numpy as np
 from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import errors_named, read_json_lines, replacing
-from jaxlc.core.interrupts import start_thread
+from jaxlc.interrupts import start_thread
 from jaxlc.runtime import watchdog
 from jaxlc.step.step import StepMetrics
 

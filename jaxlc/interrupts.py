@@ -5,12 +5,16 @@ Python raises KeyboardInterrupt wherever the program is, and some code turns it 
 or ignores it. While the main thread is in a call that does not return, such as a compilation of
 minutes, Python runs no handler: then a thread ends the process.
 
+Its standard streams may have any encoding, or be closed.
+
 `call_within` bounds calls that may hang, such as calls to a file system or to another process.
-Imports no jax.
+Imports only the standard library, so that Ctrl-C is handled from the first imports on.
 """
 
+import codecs
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -20,8 +24,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
-
-from jaxlc.core import text
 
 T = TypeVar("T")
 
@@ -59,6 +61,43 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
+# others are escaped, as in "\u2581"
+_ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}
+
+
+def open_closed_streams() -> None:
+    """Opens the standard streams that are closed: they have no text, and discard what is written.
+
+    Python has None for them. The next file that is opened would get their number, and the messages of C++ code.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def prepare_streams() -> None:
+    """Makes all streams accept all texts. A closed stream discards them."""
+    open_closed_streams()
+    codecs.register_error("jaxlc.ascii", _encodable)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="jaxlc.ascii")
+
+
+def _encodable(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    forms = (
+        _ASCII.get(each) or each.encode("ascii", "backslashreplace").decode() for each in characters
+    )
+    return "".join(forms), error.end
+
+
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
 _REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
 # Code that turns KeyboardInterrupt into another error: imports of extension modules, and JAX's
@@ -82,7 +121,7 @@ def install_for_command() -> None:
     # "-m" while the packages of a module are imported
     if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):
         return
-    text.prepare()
+    prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _stderr = os.dup(2)
         signal.signal(signal.SIGINT, _handle)
