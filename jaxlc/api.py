@@ -16,9 +16,8 @@ from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.config.models import hub
 from jaxlc.config.values import range_problems
-from jaxlc.core.errors import UserError, checked, raise_first
+from jaxlc.core import UserError, checked, print_to_stderr, progress_lines, raise_first
 from jaxlc.core.files import local_path
-from jaxlc.core.text import print_to_stderr, progress_lines
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
 from jaxlc.evals.predictions import ScoreRow

@@ -34,8 +34,7 @@ from jaxlc.attention.strategies.strategy import (
     resolve_axes,
 )
 from jaxlc.config import AttentionConfig
-from jaxlc.core.axes import CONTEXT
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import CONTEXT, Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks
 
 

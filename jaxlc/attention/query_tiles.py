@@ -53,9 +53,7 @@ from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionSpecs, repeat_heads
 from jaxlc.config import AttentionConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 

@@ -50,7 +50,7 @@ from jaxlc.config.models.pretrained import (
     with_language_model,
 )
 from jaxlc.config.values import flattened
-from jaxlc.core.errors import UserError
+from jaxlc.core import Update, UserError, print_to_stderr
 from jaxlc.core.files import (
     ADAPTER_FILE,
     groups_within,
@@ -58,7 +58,6 @@ from jaxlc.core.files import (
     write_errors_explained,
     write_json,
 )
-from jaxlc.core.text import Update, print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import (

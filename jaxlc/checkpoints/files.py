@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxlc.config import Config
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing, sha256_of
 from jaxlc.runtime.watchdog import Program, on_process_0, problem_of_any_process
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind

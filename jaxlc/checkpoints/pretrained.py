@@ -32,7 +32,7 @@ from jaxlc.config.models.pretrained import (
     with_overrides,
 )
 from jaxlc.config.values import defaults_of
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import Unsupported, UserError, count_text
 from jaxlc.core.files import (
     displayed,
     fingerprint_of,
@@ -41,7 +41,6 @@ from jaxlc.core.files import (
     sha256_of,
     write_json,
 )
-from jaxlc.core.text import count_text
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
 from jaxlc.hf.load import ROUNDED, load_params, open_files, paths_of

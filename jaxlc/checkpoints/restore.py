@@ -34,7 +34,7 @@ from jaxlc.config import Config
 from jaxlc.config.flops import quantized_matrices
 from jaxlc.config.other_names import renamed
 from jaxlc.config.values import flattened
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder
 from jaxlc.models.quantized import FORMATS, Quantized

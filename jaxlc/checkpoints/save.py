@@ -43,7 +43,8 @@ from jaxlc.checkpoints.files import (
     words_as_keys,
 )
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
-from jaxlc.core.errors import UserError, WriteError
+from jaxlc.core import UserError
+from jaxlc.core.errors import WriteError
 from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from jaxlc.config import shipped_configs
 from jaxlc.config.command_line import run_main
 from jaxlc.config.other_names import meaning_of
-from jaxlc.core import text
-from jaxlc.core.text import did_you_mean
+from jaxlc.core import did_you_mean, text
 
 # The module of each verb, and its line in `jaxlc --help`.
 VERBS = {

@@ -12,9 +12,8 @@ from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, print_to_stderr, progress_lines
 from jaxlc.core.files import local_path
-from jaxlc.core.text import print_to_stderr, progress_lines
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 

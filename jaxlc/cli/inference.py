@@ -31,7 +31,7 @@ from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.schema import EvalSettings, SamplingSettings
 from jaxlc.config.values import Above0, From1, Tokens
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, print_to_stderr, progress_lines, reason_of
 from jaxlc.core.files import (
     difference,
     file_fingerprint,
@@ -42,7 +42,6 @@ from jaxlc.core.files import (
     read_json_file,
     replacing,
 )
-from jaxlc.core.text import print_to_stderr, progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,13 +27,11 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.schema import AttentionConfig, MemoryConfig
 from jaxlc.config.settings import defaults, hint_at
 from jaxlc.config.values import Above0, From1, Tokens, typed
-from jaxlc.core import errors
-from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
-from jaxlc.core.errors import UserError
+from jaxlc.core import CONTEXT, TENSOR, UserError, errors, gib, mesh_text, progress_lines
+from jaxlc.core import print_to_stderr as log
+from jaxlc.core.axes import FSDP
 from jaxlc.core.files import local_path, write_json
 from jaxlc.core.processes import Row, default_num_workers, run_in_processes
-from jaxlc.core.text import gib, progress_lines
-from jaxlc.core.text import print_to_stderr as log
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import Ranking, ranked, row_text
 from jaxlc.search.runner import IsOver

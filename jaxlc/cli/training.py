@@ -15,8 +15,7 @@ from jaxlc.config.command_line import ConfigFlags, ParsedCommand, VerbFlags, run
 from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import errors, text
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, aligned, errors, print_to_stderr, progress_lines, text
 from jaxlc.core.files import (
     displayed,
     full_disk_explained,
@@ -25,7 +24,6 @@ from jaxlc.core.files import (
     replacing,
     write_json,
 )
-from jaxlc.core.text import aligned, print_to_stderr, progress_lines
 from jaxlc.runtime import peers
 
 

@@ -38,9 +38,9 @@ from jaxlc.config.values import (
     out_of_range,
     typed,
 )
-from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core import UserError, did_you_mean, nearest_name, raise_first
 from jaxlc.core.files import local_path
-from jaxlc.core.text import did_you_mean, guarded, nearest_name
+from jaxlc.core.text import guarded
 
 _KEY_WIDTH = 54
 _WIDTH = 160

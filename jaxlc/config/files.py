@@ -25,9 +25,8 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import Tokens, as_python, defaults_of, flattened, typed
-from jaxlc.core.errors import SettingError, UserError, checked
+from jaxlc.core import SettingError, UserError, checked, did_you_mean, nearest_name, suggestion
 from jaxlc.core.files import local_path
-from jaxlc.core.text import did_you_mean, nearest_name, suggestion
 
 TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
 _DEFAULT_SEQ_LEN = 131_072

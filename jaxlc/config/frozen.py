@@ -15,7 +15,8 @@ from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import RunConfig, SourceConfig
 from jaxlc.config.values import as_argument, defaults_of, flattened, plain
-from jaxlc.core.text import details, paragraph, preformatted, table
+from jaxlc.core import paragraph, preformatted
+from jaxlc.core.text import details, table
 
 # (section, setting) -> the class of the parts with names that it contains.
 NAMED_PARTS: dict[tuple[str, str], type] = {

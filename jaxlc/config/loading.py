@@ -37,7 +37,7 @@ from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.schema import CHAT_TEMPLATES, DataConfig, TrainConfig
 from jaxlc.config.settings import converted, set_at
 from jaxlc.config.values import flattened
-from jaxlc.core.errors import UserError, checked, raise_all, raise_first, reason_of
+from jaxlc.core import UserError, checked, raise_all, raise_first, reason_of
 from jaxlc.core.files import local_path
 
 ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"

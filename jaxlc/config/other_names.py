@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from jaxlc.core.errors import SettingError
+from jaxlc.core import SettingError
 
 # The end of an error message <- names of settings. A name with a dot counts only in a section of that name, because its
 # last part has several meanings.

@@ -32,8 +32,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.other_names import RENAMED, check_same, meaning_of, new_path, renamed
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import defaults_of, invalid_value, typed
-from jaxlc.core.errors import SettingError
-from jaxlc.core.text import did_you_mean, nearest_name, preformatted
+from jaxlc.core import SettingError, did_you_mean, nearest_name, preformatted
 
 NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 

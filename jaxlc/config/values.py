@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar
 
 from jaxlc.config import other_names
-from jaxlc.core.errors import SettingError
-from jaxlc.core.text import suggestion
+from jaxlc.core import SettingError, suggestion
 
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 

@@ -16,9 +16,8 @@ from jaxlc.config import Config
 from jaxlc.config.models import hub
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
-from jaxlc.core.errors import UserError
+from jaxlc.core import Update, UserError, no_progress
 from jaxlc.core.files import sha256_of
-from jaxlc.core.text import Update, no_progress
 from jaxlc.data.sequences.loader import (
     MANY,
     DataSource,

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxlc.config import Config, Stage, with_settings
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.sequences.loader import Batches, DataSource, Inputs
 from jaxlc.data.sequences.user_batches import OwnBatches

@@ -16,9 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import Config, Stage
 from jaxlc.config.loading import load_stages
-from jaxlc.core import plot_style
-from jaxlc.core.errors import checked
-from jaxlc.core.text import aligned, count_text, paragraph, progress_lines
+from jaxlc.core import aligned, checked, count_text, paragraph, plot_style, progress_lines
 from jaxlc.data import data_sources
 from jaxlc.data.data_sources import with_epochs
 from jaxlc.data.sequences.loader import DataSource, SourceShare, SourceView

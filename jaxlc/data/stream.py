@@ -32,10 +32,8 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.models import hub
 from jaxlc.config.schema import SourceConfig
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, errors, gib, reason_of
 from jaxlc.core.files import fingerprint_of, full_disk_reason, local_path, make_writable
-from jaxlc.core.text import gib
 from jaxlc.data import corpus
 from jaxlc.data.sequences.loader import DataSource, Inputs, SourceView
 from jaxlc.data.sequences.packing import (

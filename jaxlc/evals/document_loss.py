@@ -23,7 +23,7 @@ from scipy.special import ndtr, stdtrit
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.files import read_json_lines, sha256_of
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files

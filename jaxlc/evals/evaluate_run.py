@@ -26,7 +26,7 @@ from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.files import fingerprint_of, local_path
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of

@@ -25,9 +25,7 @@ from tqdm import tqdm
 
 import jaxlc
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
-from jaxlc.core import errors
-from jaxlc.core.axes import MESH_AXES
-from jaxlc.core.errors import UserError
+from jaxlc.core import MESH_AXES, UserError, errors
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate
 from jaxlc.data.tokens.encoder import Stops

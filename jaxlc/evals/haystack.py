@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, errors, reason_of
 from jaxlc.core.files import local_path
 
 DOCSTRINGS = "python-docstrings"

@@ -17,9 +17,8 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, aligned, count_text, progress_lines, reason_of
 from jaxlc.core.files import difference, read_json_lines, replacing
-from jaxlc.core.text import aligned, count_text, progress_lines
 from jaxlc.evals.haystack import Example
 from jaxlc.runtime.watchdog import on_process_0
 

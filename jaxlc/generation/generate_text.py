@@ -19,9 +19,8 @@ import jax
 import numpy as np
 
 from jaxlc.config.models.pretrained import context_warning
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, gib, print_to_stderr
 from jaxlc.core.files import valid_unicode
-from jaxlc.core.text import gib, print_to_stderr
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template
 from jaxlc.data.tokens.encoder import Encoder, Stops, stops_of

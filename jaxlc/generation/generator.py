@@ -23,9 +23,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
 from jaxlc.config.models.model_schema import Segment
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, num_replicas
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.text import Update, no_progress, progress_lines
+from jaxlc.core import (
+    BATCH_AXES,
+    CONTEXT,
+    TENSOR,
+    Unsupported,
+    Update,
+    UserError,
+    no_progress,
+    num_replicas,
+    progress_lines,
+)
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.tokens.encoder import NO_STOPS, Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer

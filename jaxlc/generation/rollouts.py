@@ -27,9 +27,8 @@ from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.config import Config
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import original_of
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, gib
 from jaxlc.core.files import displayed, file_fingerprint, local_path, write_errors_explained
-from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.values import out_of_range
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # a tokenizer decodes the first bytes of a character to it

@@ -25,7 +25,7 @@ from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
-from jaxlc.core.errors import Unsupported, UserError, raise_all
+from jaxlc.core import Unsupported, UserError, raise_all
 from jaxlc.core.files import ADAPTER_FILE, local_path, write_json
 from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of

@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, quantization_of
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
-from jaxlc.core.errors import Unsupported, UserError, reason_of
+from jaxlc.core import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file, write_json
 from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import Unsupported, UserError
 from jaxlc.hf.files import (
     DTYPES,
     JoinedTensor,

@@ -25,9 +25,7 @@ from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kern
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, num_replicas
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, num_replicas, scopes
 from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
 from jaxlc.sharding.mesh import shard_map
 

@@ -27,7 +27,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.core.axes import CONTEXT, TENSOR
+from jaxlc.core import CONTEXT, TENSOR
 from jaxlc.models.block import Block, Init
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder

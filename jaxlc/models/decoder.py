@@ -24,8 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, is_layers
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, is_layers, scopes
 from jaxlc.models.block import Init, RMSNorm, matrix, over_chunks, scaled
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.layer_stack import (

@@ -39,9 +39,7 @@ from jaxlc import _jax_internals
 from jaxlc.attention.kernels import pallas
 from jaxlc.attention.kernels.packed_check import largest_error, measured_error
 from jaxlc.config.kinds.experts import block_rows, num_blocks
-from jaxlc.core import scopes
-from jaxlc.core.axes import MESH_AXES
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import MESH_AXES, Unsupported, scopes
 from jaxlc.models.matmuls import E4M3, E5M2, scaled_product, to_fp8
 
 COMPUTE_CAPABILITY = "9.0"  # Hopper: the Mosaic kernels use its warpgroup instructions

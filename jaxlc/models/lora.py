@@ -44,9 +44,8 @@ from jaxlc.config.kinds import layer_matrices, projection_paths
 from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.values import flattened, invalid_value
-from jaxlc.core import scopes
-from jaxlc.core.axes import LAYERS, is_layers
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, is_layers, scopes
+from jaxlc.core.axes import LAYERS
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
 

@@ -34,8 +34,7 @@ from jaxlc.attention.state_passing import like, where
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
 from jaxlc.models.block import Init, bias_vector, matrix, rms_norm
 from jaxlc.models.contract import (
     BatchTokens,

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc.config import Config, RuntimeConfig
-from jaxlc.core.errors import checked
+from jaxlc.core import checked
 from jaxlc.plan.result import Plan, plan_step
 from jaxlc.runtime.start import start
 from jaxlc.simulate.roofline import from_file

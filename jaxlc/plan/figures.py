@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from jaxlc.core import plot_style
+from jaxlc.core import gib, plot_style
 from jaxlc.core.plot_style import AMBER, BLUE, FAINT, GRAY, RED, SILVER, SKY, TEAL, VIOLET
-from jaxlc.core.text import gib
 from jaxlc.plan.program import CollectiveStats, Memory
 from jaxlc.plan.report import step_text
 from jaxlc.simulate.roofline import seconds_text, two_digits

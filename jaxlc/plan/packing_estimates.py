@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.data_sources import with_used_split
 from jaxlc.data.sequences.packing import best_fit

@@ -27,8 +27,7 @@ from jax.stages import Compiled, Lowered
 from jaxlc.attention.kernels import cudnn, fa3
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import scopes
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, scopes
 from jaxlc.core.files import TEMPORARY_ADVICE, temporary_explained
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram, analyze

@@ -13,11 +13,10 @@ from types import UnionType
 from typing import Any, Self
 
 from jaxlc.config.models.presets import model_name
-from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, count_text, gib, mesh_text, preformatted
 from jaxlc.core.files import local_path, read_json_file
 from jaxlc.core.plot_style import RED, TEAL
-from jaxlc.core.text import count_text, details, gib, preformatted
+from jaxlc.core.text import details
 from jaxlc.generation.generate_text import GenerationMemory
 from jaxlc.hlo.memory_dump import Launches
 from jaxlc.hlo.parser import label

@@ -17,11 +17,8 @@ from jaxlc.config import Config, load, to_dict, with_settings
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.model_schema import longest, segments_of
 from jaxlc.config.models.pretrained import context_warning
-from jaxlc.core import errors
-from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, aligned, count_text, errors, gib, mesh_text
 from jaxlc.core.files import local_path
-from jaxlc.core.text import aligned, count_text, gib
 from jaxlc.generation.generate_text import rollout_memory, sample_memory
 from jaxlc.plan import report
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.rollouts_schema import RolloutsConfig
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.tokens.encoder import Encoder

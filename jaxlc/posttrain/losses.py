@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.sequences.loader import Batch
 
 # (log-probability of each target, float32 [sequences, tokens], arrays of a microbatch) -> the sum

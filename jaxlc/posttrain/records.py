@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import ModelConfig
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.texts.documents import (

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import processes
-from jaxlc.core.errors import UserError, require
+from jaxlc.core import UserError, processes
+from jaxlc.core.errors import require
 from jaxlc.core.files import displayed, local_path, replacing, sha256_of, write_errors_explained
 from jaxlc.data.sequences.loader import (
     DataSource,

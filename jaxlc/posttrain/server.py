@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core.errors import raise_all, reason_of
+from jaxlc.core import raise_all, reason_of
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlc.config import Config, DataConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.sequences.loader import (
     MANY,
     DataSource,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.sequences.loader import padding
 from jaxlc.data.sequences.packing import best_fit, epoch_order
 from jaxlc.posttrain.records import EXPERTS, LOG_PROBS, TEACHER, Trace

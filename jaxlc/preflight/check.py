@@ -20,7 +20,7 @@ import jax
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import check_num_devices
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import LockHeld, local_path, locked, make_writable
 from jaxlc.preflight.findings import (
     Facts,

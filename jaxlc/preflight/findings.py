@@ -24,8 +24,8 @@ import jax
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import Config
+from jaxlc.core import aligned, first_of, gib
 from jaxlc.core.processes import UNKNOWN_MEMORY, free_host_bytes, system_text
-from jaxlc.core.text import aligned, first_of, gib
 from jaxlc.runtime import memory
 from jaxlc.runtime.memory import HOST_SHARE, query_gpus
 from jaxlc.runtime.xla_flags import find_library, installed_plugin, nccl_version

@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
-from jaxlc.core.errors import checked
+from jaxlc.core import checked
 from jaxlc.core.files import local_path
 from jaxlc.profile import comparison, trace_events
 from jaxlc.profile.comparison import Comparison

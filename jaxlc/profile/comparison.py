@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 from jaxlc.config import from_dict
 from jaxlc.config.flops import document_pairs
-from jaxlc.core import hardware
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, aligned, hardware
 from jaxlc.core.files import read_json_file
-from jaxlc.core.text import aligned
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.report import PlanRecord
 from jaxlc.profile.trace_events import (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.scopes import EXPERTS
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import MOSAIC, expert_kernel, kernel_cost

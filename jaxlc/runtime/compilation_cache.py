@@ -19,7 +19,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import local_path
 from jaxlc.runtime import stderr
 from jaxlc.runtime.xla_flags import xla_version

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 
 DEFAULT_PORT = 9753
 # the launcher of launch/plain, which starts processes with equal CUDA_VISIBLE_DEVICES

@@ -26,10 +26,8 @@ from typing import NamedTuple
 import jax
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import processes
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, gib, processes
 from jaxlc.core.hardware import is_coherent_with_host
-from jaxlc.core.text import gib
 
 # The share of host memory that the pools of all its GPUs may use; plan/program.py uses it too.
 HOST_SHARE = 0.9

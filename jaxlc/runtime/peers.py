@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.interrupts import call_within, end_process, start_thread
 from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
 

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.text import first_of
+from jaxlc.core import UserError, first_of, reason_of
 
 Message = dict[str, Any]  # a key names its kind: hello, welcome, go, failed, lost or bye
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc._jax_internals import backends_are_initialized, register_plugins
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.text import count_text
+from jaxlc.core import UserError, count_text, reason_of
 from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous, stderr, xla_flags
 from jaxlc.runtime.xla_flags import check_users_flags
 

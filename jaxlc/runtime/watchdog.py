@@ -42,7 +42,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxlc import interrupts
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.text import aligned
+from jaxlc.core import aligned
 from jaxlc.interrupts import call_within, start_thread
 from jaxlc.runtime import peers
 

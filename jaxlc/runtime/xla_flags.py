@@ -35,7 +35,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.runtime.launcher import num_gpus_on_machine
 
 Version = tuple[int, ...]

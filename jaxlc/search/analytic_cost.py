@@ -28,7 +28,7 @@ from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.config.schema import MemoryConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.program import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes

@@ -20,7 +20,7 @@ from functools import cached_property
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.processes import Row
 from jaxlc.plan.report import Change
 from jaxlc.plan.result import Plan, on_gpus, plan_step

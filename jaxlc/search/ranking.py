@@ -21,13 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from jaxlc.core import errors, plot_style
-from jaxlc.core.axes import MESH_AXES
-from jaxlc.core.errors import UserError, checked
+from jaxlc.core import MESH_AXES, UserError, aligned, checked, errors, plot_style, preformatted
 from jaxlc.core.files import local_path, read_json_lines
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
 from jaxlc.core.processes import Row
-from jaxlc.core.text import aligned, preformatted
 from jaxlc.search.space import row_name
 from jaxlc.simulate.roofline import (
     PAIR_SPREAD,

@@ -22,10 +22,8 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened
-from jaxlc.core.axes import num_replicas
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, gib, num_replicas, progress_lines
 from jaxlc.core.files import local_path
-from jaxlc.core.text import gib, progress_lines
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
 from jaxlc.search.best_first import Candidate, Compile, Search

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, progress_lines
+from jaxlc.core import print_to_stderr as log
 from jaxlc.core.files import file_fingerprint, fingerprint_of, local_path, make_writable
 from jaxlc.core.processes import Row, Work, run_in_processes
-from jaxlc.core.text import print_to_stderr as log
-from jaxlc.core.text import progress_lines
 from jaxlc.search.ranking import ROWS, read_rows, row_text
 from jaxlc.search.space import Point, departures, name_of
 

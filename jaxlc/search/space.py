@@ -19,9 +19,8 @@ from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
-from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR, mesh_text, num_replicas
+from jaxlc.core import CONTEXT, MESH_AXES, TENSOR, count_text, mesh_text, num_replicas
 from jaxlc.core.hardware import Device
-from jaxlc.core.text import count_text
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
 

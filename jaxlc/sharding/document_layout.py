@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.sharding.document_balance import (
     Assignment,
     num_shared,

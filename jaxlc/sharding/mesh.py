@@ -24,9 +24,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxlc.config import MeshConfig
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, WEIGHT_AXES, mesh_text
-from jaxlc.core.errors import UserError
-from jaxlc.core.text import count_text
+from jaxlc.core import CONTEXT, MESH_AXES, TENSOR, UserError, count_text, mesh_text
+from jaxlc.core.axes import DATA, FSDP, WEIGHT_AXES
 from jaxlc.sharding.document_layout import token_at
 
 

@@ -22,9 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.core import text
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, WEIGHT_AXES, mesh_text
-from jaxlc.core.text import aligned, count_text
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, aligned, count_text, mesh_text, text
+from jaxlc.core.axes import WEIGHT_AXES
 from jaxlc.sharding.mesh import Nodes, shard_map, storage_order
 
 Axes = tuple[str, ...]

@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.core import hardware
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, hardware, reason_of
 from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product

@@ -16,8 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxlc.config import MeshConfig
-from jaxlc.core import hardware
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, hardware
 from jaxlc.sharding import mesh as sharding_mesh
 
 # Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so

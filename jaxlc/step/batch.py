@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import num_layers_by_kind
 from jaxlc.config.kinds.contract import NUM_CHAINS
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, num_replicas
+from jaxlc.core import BATCH_AXES, CONTEXT, num_replicas
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import ChoosesKernel, PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc.config import Config
-from jaxlc.core.axes import TENSOR
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import TENSOR, Unsupported, UserError
 from jaxlc.step.batch import Batch, token_weights
 from jaxlc.step.loss import (
     LossSpec,

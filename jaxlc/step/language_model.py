@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core.axes import CONTEXT, TENSOR, mesh_text, num_replicas
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import CONTEXT, TENSOR, Unsupported, UserError, mesh_text, num_replicas
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.kinds import tables_of_kinds

@@ -27,8 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.config.flops import QuantizedMatrix, quantized_matrices
-from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT, TENSOR, is_layers
+from jaxlc.core import CONTEXT, TENSOR, is_layers, scopes
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import (

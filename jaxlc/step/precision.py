@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc.config import ModelConfig, PrecisionConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.models import decoder
 from jaxlc.models.matmuls import Fp8
 

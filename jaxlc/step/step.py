@@ -27,9 +27,7 @@ from jaxlc.config import Config, LoraConfig, ModelConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.kinds.contract import RecurrentKind
-from jaxlc.core import hardware
-from jaxlc.core.axes import CONTEXT
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import CONTEXT, Unsupported, UserError, hardware
 from jaxlc.models import expert_products, lora
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.expert_products import check_product

@@ -13,9 +13,7 @@ from jax.stages import Lowered
 from jaxlib.mlir import ir
 
 from jaxlc._jax_internals import kept_argument_indices
-from jaxlc.core import scopes
-from jaxlc.core.axes import is_layers
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, is_layers, scopes
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.collectives import device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.kernel_costs import AttentionCollective

@@ -25,8 +25,7 @@ from jax.sharding import Mesh
 
 from jaxlc import interrupts
 from jaxlc.config import Config
-from jaxlc.core.errors import UserError
-from jaxlc.core.text import suggestion
+from jaxlc.core import UserError, suggestion
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import TrainState
 from jaxlc.train.evaluation import Evaluation

@@ -16,9 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxlc.core import text
-from jaxlc.core.axes import num_replicas
-from jaxlc.core.text import Update, count_text, no_progress
+from jaxlc.core import Update, count_text, no_progress, num_replicas, text
 from jaxlc.data.sequences.loader import FiniteSequences, batches
 from jaxlc.evals.document_loss import (
     MIN_DOCUMENTS,

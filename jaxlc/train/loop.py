@@ -21,10 +21,8 @@ from ml_collections import ConfigDict
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
-from jaxlc.core import errors, hardware
-from jaxlc.core.errors import UserError, checked
+from jaxlc.core import UserError, checked, errors, gib, hardware
 from jaxlc.core.files import local_path, make_writable
-from jaxlc.core.text import gib
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.loader import Batches
 from jaxlc.posttrain.losses import PolicyLoss

@@ -27,9 +27,7 @@ from jaxlc.config.models.pretrained import (
     TOKENIZER_FILE,
     find_directory,
 )
-from jaxlc.core import errors, text
-from jaxlc.core.axes import CONTEXT, TENSOR, mesh_text, num_replicas
-from jaxlc.core.errors import UserError, checked
+from jaxlc.core import CONTEXT, TENSOR, UserError, checked, errors, mesh_text, num_replicas, text
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.user_batches import CALLER_BATCHES

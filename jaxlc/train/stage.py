@@ -26,7 +26,8 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
-from jaxlc.core.errors import UserError, WriteError, reason_of
+from jaxlc.core import UserError, reason_of
+from jaxlc.core.errors import WriteError
 from jaxlc.core.files import (
     full_disk_explained,
     local_path,

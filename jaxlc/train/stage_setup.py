@@ -47,8 +47,7 @@ from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
-from jaxlc.core.errors import UserError
-from jaxlc.core.text import gib
+from jaxlc.core import UserError, gib
 from jaxlc.data.sequences.loader import DataSource, batches
 from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches

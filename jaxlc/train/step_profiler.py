@@ -22,7 +22,7 @@ from typing import Self
 import jax
 
 from jaxlc.config import Config, to_dict
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.files import write_json
 from jaxlc.step.batch import Batch
 from jaxlc.step.state import TrainState

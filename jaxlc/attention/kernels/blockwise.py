@@ -29,7 +29,7 @@ from jaxlc.attention.contract import (
     implicit_ranges,
     pad_tokens,
 )
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported
 
 
 class Queries(NamedTuple):

@@ -30,8 +30,7 @@ from jaxlc.attention.contract import (
     prepared,
 )
 from jaxlc.attention.kernels import blockwise, cudnn, fa3, mosaic, pallas, reference
-from jaxlc.core import scopes
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import Unsupported, UserError, scopes
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from jaxlc.attention.kernels.cudnn_packed import (
     DocumentTable,
     prepared_table,
 )
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
 # For the backward, by major compute capability (cuDNN frontend 1.8 and later,

@@ -42,8 +42,7 @@ from jax import lax
 
 from jaxlc._jax_internals import cudnn_packed_backward, cudnn_packed_forward
 from jaxlc.attention.contract import AttentionSpec, CallResults, KeyRanges
-from jaxlc.core import scopes
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported, scopes
 
 DOCUMENTS_PER_ROW = 2  # cuDNN takes offsets only for more than one document per row of the batch
 MIN_BUCKET_TOKENS = 128  # the block size of cuDNN's kernels

@@ -47,7 +47,8 @@ from jaxlc.attention.kernels.cudnn_packed import (
     DocumentRows,
     document_of_rows,
 )
-from jaxlc.core.errors import Unsupported, install_hint, is_installed, reason_of
+from jaxlc.core import Unsupported, reason_of
+from jaxlc.core.errors import install_hint, is_installed
 from jaxlc.runtime.xla_flags import find_library
 
 VERSION = "0.3.6"  # the version that was checked; the extras in pyproject.toml pin it

@@ -41,8 +41,7 @@ from jaxlc.attention.contract import (
     explicit_ranges,
     pad_tokens,
 )
-from jaxlc.core import errors, hardware, scopes
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported, errors, hardware, scopes
 
 VERSION = "0.0.17"  # the version that was checked; the extra in pyproject.toml pins it
 BLOCK_TOKENS = 128  # the block sizes of all kernels divide it

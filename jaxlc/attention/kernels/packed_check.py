@@ -22,7 +22,7 @@ from jax import lax
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, fa3, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
 # Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its

@@ -45,7 +45,7 @@ from jaxlc.attention.key_ranges import (
     rectangle_block_ranges,
     tuning_params,
 )
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported
 
 LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)

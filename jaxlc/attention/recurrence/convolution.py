@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.state_passing import is_first, like, predecessors, where
-from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT
+from jaxlc.core import CONTEXT, scopes
 from jaxlc.sharding.mesh import Ranks
 
 _CHUNK_TOKENS = 64

@@ -24,8 +24,7 @@ from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.recurrence.sharded_rule import groups_at_once, recurrence, recurrence_in_groups
 from jaxlc.attention.state_passing import like, predecessors
 from jaxlc.attention.strategies.strategy import repeat_heads
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
 from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 

@@ -37,9 +37,7 @@ from jaxlc.attention.strategies.strategy import (
     repeat_heads,
     resolve_axes,
 )
-from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT
-from jaxlc.core.errors import UserError
+from jaxlc.core import CONTEXT, UserError, scopes
 from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 GROUP_TOKENS = 1024

@@ -38,8 +38,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
 )
 from jaxlc.attention.recurrence.sharded_rule import groups_of, kernel_tokens
 from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
 from jaxlc.sharding.mesh import Ranks, ranks_of, shard_map
 
 _TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)

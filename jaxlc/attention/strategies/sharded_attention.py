@@ -38,9 +38,7 @@ from jaxlc.attention.strategies.strategy import (
     repeat_heads,
 )
 from jaxlc.config import AttentionConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT
-from jaxlc.core.errors import UserError
+from jaxlc.core import CONTEXT, UserError, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 

@@ -24,10 +24,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
-from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.text import suggestion
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes, suggestion
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 

@@ -30,8 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, repeat_heads
-from jaxlc.core import scopes
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported, scopes
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 

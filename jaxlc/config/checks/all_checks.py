@@ -43,8 +43,7 @@ from jaxlc.config.schema import (
     SourceConfig,
 )
 from jaxlc.config.values import range_problems
-from jaxlc.core.errors import UserError, raise_all, raise_first
-from jaxlc.core.text import nearest_name
+from jaxlc.core import UserError, nearest_name, raise_all, raise_first
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:

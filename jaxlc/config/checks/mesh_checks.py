@@ -14,9 +14,7 @@ from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
 from jaxlc.config.kinds import blocks_of, mixers_of
 from jaxlc.config.schema import MeshConfig
-from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError, raise_first
-from jaxlc.core.text import count_text
+from jaxlc.core import UserError, count_text, mesh_text, raise_first
 
 # With tiles, only these tensors of a layer exist for the whole sequence at once.
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")

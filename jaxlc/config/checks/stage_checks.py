@@ -13,8 +13,7 @@ from jaxlc.config.checks.layer_checks import without_effect
 from jaxlc.config.frozen import RUN_LENGTHS, Config, Stage, StageConfig, merged_settings
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
 from jaxlc.config.values import invalid_value, range_problems, typed
-from jaxlc.core.errors import SettingError, UserError, raise_first
-from jaxlc.core.text import did_you_mean, nearest_name
+from jaxlc.core import SettingError, UserError, did_you_mean, nearest_name, raise_first
 
 NEEDLE = "needle"
 PASSKEY = "passkey"

@@ -33,8 +33,7 @@ from jaxlc.config.models.rope_json import (
 )
 from jaxlc.config.other_names import renamed
 from jaxlc.config.values import Above0, From1, flattened, plain, typed, with_floats
-from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.text import suggestion
+from jaxlc.core import Unsupported, UserError, suggestion
 
 Count = From1[int]
 Positive = Above0[float]

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import Update, UserError, errors, progress_lines, reason_of
 from jaxlc.core.files import nearest_path, read_json_file, replacing
-from jaxlc.core.text import Update, progress_lines
 
 # config, tokenizer and chat template: some megabytes
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")

@@ -28,7 +28,7 @@ from jaxlc.config.models.model_schema import (
 )
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core.errors import Unsupported, UserError, raise_all, reason_of
+from jaxlc.core import Unsupported, UserError, raise_all, reason_of
 from jaxlc.core.files import (
     ADAPTER_FILE,
     check_no_pointers,

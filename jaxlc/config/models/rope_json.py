@@ -18,7 +18,7 @@ from jaxlc.config.models.model_schema import (
     ModelConfig,
     attention_factor,
 )
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core import Unsupported, UserError
 
 _LONGEST = "max_position_embeddings"
 _ORIGINAL = "original_max_position_embeddings"

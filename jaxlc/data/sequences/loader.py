@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.core.errors import UserError
-from jaxlc.core.text import Update, count_text, no_progress
+from jaxlc.core import Update, UserError, count_text, no_progress
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error

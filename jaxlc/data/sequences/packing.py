@@ -45,7 +45,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.config.schema import SourceConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.tokens.store import TokenStore
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, DataSource, Inputs, array_dtypes
 
 # in the meta of a checkpoint instead of the fingerprint of a corpus

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlc.config.schema import SourceConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.core.files import displayed, parse_json
 from jaxlc.data.texts.records import (
     MEGATRON_SUFFIX,

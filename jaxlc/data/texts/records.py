@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, errors, reason_of
 from jaxlc.core.files import check_unique, parse_json, read_limited
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -30,8 +30,7 @@ import numpy as np
 
 from jaxlc.config.loading import ADVICE, read_template, template_path
 from jaxlc.config.schema import CHAT_TEMPLATES
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, errors, reason_of
 from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.tokenizers import Tokenizer, named_tokens, read_tokenizer_config

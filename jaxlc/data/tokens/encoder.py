@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import eos_token_ids, original_of
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 from jaxlc.data.texts.documents import (
     ASSISTANT,
     INVALID_CHARACTERS,

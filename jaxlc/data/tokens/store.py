@@ -43,8 +43,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlc.config.schema import DataConfig
-from jaxlc.core import processes
-from jaxlc.core.errors import UserError
+from jaxlc.core import Update, UserError, no_progress, processes
 from jaxlc.core.files import (
     local_path,
     locked,
@@ -53,7 +52,6 @@ from jaxlc.core.files import (
     sha256_of,
     write_errors_explained,
 )
-from jaxlc.core.text import Update, no_progress
 from jaxlc.data.texts.documents import (
     BAD_RECORDS,
     Fields,

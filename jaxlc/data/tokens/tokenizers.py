@@ -35,10 +35,8 @@ from jaxlc.config.models import hub
 from jaxlc.config.models.pretrained import TOKENIZER_FILE, read_json
 from jaxlc.config.schema import DataConfig
 from jaxlc.config.values import invalid_value
-from jaxlc.core import errors
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, errors, nearest_name, reason_of
 from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited, sha256_of
-from jaxlc.core.text import nearest_name
 
 _PIECE_CHARACTERS = 1 << 16
 _UNDERSCORE = "▁"  # U+2581, which SentencePiece writes for a space

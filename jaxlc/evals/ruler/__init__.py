@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import zeta
 
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import local_path, read_json_file
 from jaxlc.evals.haystack import (
     CountTokens,

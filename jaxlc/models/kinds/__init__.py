@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported
 from jaxlc.models.block import Block
 from jaxlc.models.contract import (
     KindOnMesh,

@@ -19,8 +19,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.config import ModelConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT, TENSOR, num_replicas
+from jaxlc.core import CONTEXT, TENSOR, num_replicas, scopes
 from jaxlc.models.block import Init, RMSNorm, add_bias, bias_vector, scaled
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (

@@ -21,8 +21,7 @@ from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.kinds.dense import is_gated
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.core import scopes
-from jaxlc.core.axes import TENSOR
+from jaxlc.core import TENSOR, scopes
 from jaxlc.models.block import Block, Init, bias_vector, matrix, residual_depth_scale
 from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.expert_products import ExpertWeights, LowRank, expert_outputs

@@ -24,8 +24,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.latent import sends_latents
-from jaxlc.core import scopes
-from jaxlc.core.errors import Unsupported
+from jaxlc.core import Unsupported, scopes
 from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences

@@ -21,10 +21,8 @@ from jaxlc.config import Stage, read_config
 from jaxlc.config.files import config_text
 from jaxlc.config.settings import converted
 from jaxlc.config.values import flattened
-from jaxlc.core.axes import mesh_text
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core import UserError, first_of, mesh_text, reason_of
 from jaxlc.core.files import read_json_file, replacing
-from jaxlc.core.text import first_of
 from jaxlc.interrupts import call_within
 from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.step import TrainStep

@@ -39,8 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxlc.core import errors, text
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError, errors, text
 from jaxlc.core.files import errors_named, read_json_lines, replacing
 from jaxlc.interrupts import start_thread
 from jaxlc.runtime import watchdog

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
-from jaxlc.core.errors import reason_of
+from jaxlc.core import Update, paragraph, preformatted, progress_lines, reason_of
 from jaxlc.core.files import displayed
-from jaxlc.core.text import Update, duration_text, paragraph, preformatted, progress_lines
+from jaxlc.core.text import duration_text
 from jaxlc.runtime import compilation_cache, watchdog
 
 _MIN_SECONDS_BETWEEN_UPDATES = 0.25

@@ -16,10 +16,9 @@ from jaxlc.config import Config, TrainConfig
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
-from jaxlc.core import errors
-from jaxlc.core.axes import mesh_text
+from jaxlc.core import count_text, errors, mesh_text
 from jaxlc.core.files import displayed, read_json_lines
-from jaxlc.core.text import count_text, duration_text
+from jaxlc.core.text import duration_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource
 from jaxlc.data.sequences.packing import PackedText, balanced_order, replica_cost, step_pairs

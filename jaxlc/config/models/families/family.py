@@ -10,7 +10,7 @@ from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixer_path
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 
 Fields = Mapping[str, Any]  # the content of config.json
 

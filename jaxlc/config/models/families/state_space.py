@@ -22,7 +22,7 @@ from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.models.families.dense import GRANITE
 from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core import UserError
 
 _GRANITE_TYPES = dict(mamba="mamba2", linear_attention="mamba2", attention="", full_attention="")
 
