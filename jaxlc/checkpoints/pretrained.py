@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.checkpoints.files import BASE, checksums_of, stored_dtypes
 from jaxlc.checkpoints.restore import restore_params
-from jaxlc.config.frozen import to_dict
+from jaxlc.config import ModelConfig, to_dict
 from jaxlc.config.models.config_json import family_of
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.pretrained import (
     COPY_DIRECTORY,
     UNTRAINED_FILE,

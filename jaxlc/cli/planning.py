@@ -18,14 +18,22 @@ from jaxlc.cli.flags import (
     start_on_cpu,
     target_topology,
 )
-from jaxlc.config import Config, MeshConfig, load_stages, read_config, with_settings
+from jaxlc.config import (
+    AttentionConfig,
+    Config,
+    MemoryConfig,
+    MeshConfig,
+    Stage,
+    defaults,
+    load_stages,
+    read_config,
+    with_settings,
+)
 from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.files import base_config, set_model
-from jaxlc.config.frozen import Stage
 from jaxlc.config.models.hub import DATASET_PREFIX
 from jaxlc.config.models.presets import model_name
-from jaxlc.config.schema import AttentionConfig, MemoryConfig
-from jaxlc.config.settings import defaults, hint_at
+from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1, Tokens, typed
 from jaxlc.core import CONTEXT, TENSOR, UserError, errors, gib, mesh_text, progress_lines
 from jaxlc.core import print_to_stderr as log

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.config import Config
+from jaxlc.config import Config, DataConfig
 from jaxlc.config.models import hub
-from jaxlc.config.schema import DataConfig, SourceConfig
+from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core import Update, UserError, no_progress
 from jaxlc.core.files import sha256_of

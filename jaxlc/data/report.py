@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config, Stage
-from jaxlc.config.loading import load_stages
+from jaxlc.config import Config, Stage, load_stages
 from jaxlc.core import aligned, checked, count_text, paragraph, plot_style, progress_lines
 from jaxlc.data import data_sources
 from jaxlc.data.data_sources import with_epochs

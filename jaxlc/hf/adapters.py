@@ -16,13 +16,12 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.config_json import family_of, typed_fields
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.families.family import ReadFields
-from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
 from jaxlc.core import Unsupported, UserError, raise_all

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
-from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core import Unsupported, UserError
 from jaxlc.hf.files import (
     DTYPES,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.config import Config
+from jaxlc.config import Config, MemoryConfig
 from jaxlc.config.flops import (
     FROZEN_BYTES,
     causal_pairs,
@@ -27,7 +27,6 @@ from jaxlc.config.flops import (
 from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.config.schema import MemoryConfig
 from jaxlc.core import UserError
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product

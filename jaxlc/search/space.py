@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, with_settings
+from jaxlc.config import Config, MemoryConfig, with_settings
 from jaxlc.config.checks.layer_checks import unsupported_problems
 from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.flops import loss_chunk_tokens
-from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import CONTEXT, MESH_AXES, TENSOR, count_text, mesh_text, num_replicas
 from jaxlc.core.hardware import Device

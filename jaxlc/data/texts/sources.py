@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxlc.config import DataConfig
 from jaxlc.config.models import hub
-from jaxlc.config.schema import DataConfig
 from jaxlc.core import UserError
 from jaxlc.core.files import local_path, replacing, write_errors_explained
 from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES, unreadable

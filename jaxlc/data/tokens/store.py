@@ -42,7 +42,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config import DataConfig
 from jaxlc.core import Update, UserError, no_progress, processes
 from jaxlc.core.files import (
     local_path,

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxlc.config import DataConfig
 from jaxlc.config.models import hub
 from jaxlc.config.models.pretrained import TOKENIZER_FILE, read_json
-from jaxlc.config.schema import DataConfig
 from jaxlc.config.values import invalid_value
 from jaxlc.core import UserError, errors, nearest_name, reason_of
 from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited, sha256_of

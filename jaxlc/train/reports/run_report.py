@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxlc.attention.kernels import cudnn
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
-from jaxlc.config import Config, TrainConfig
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config import Config, ModelConfig, TrainConfig
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import count_text, errors, mesh_text
