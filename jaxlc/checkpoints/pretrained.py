@@ -18,7 +18,7 @@ import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.checkpoints.files import BASE, checksums_of, stored_dtypes
+from jaxlc.checkpoints.files import BASE, checksums_of, named_leaves, stored_dtypes
 from jaxlc.checkpoints.restore import restore_params
 from jaxlc.config import ModelConfig, to_dict
 from jaxlc.config.models.config_json import family_of
@@ -305,10 +305,9 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
     whose checksums the checkpoint has, and converted to the dtypes of `abstract`, some at a time.
     """
     dtypes = stored_dtypes(checkpoint)
-    paths, targets = zip(*jax.tree.leaves_with_path(abstract))
-    names = ["/".join(("params", *(key.key for key in path))) for path in paths]
+    names, targets = zip(*named_leaves(abstract))
     stored = [
-        jax.ShapeDtypeStruct(target.shape, dtypes.get(name, target.dtype), sharding=target.sharding)
+        target.update(dtype=dtypes.get(f"params/{name}", target.dtype))
         for name, target in zip(names, targets)
     ]
     if stored == list(targets):
@@ -317,9 +316,7 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
         )
     converted: list[jax.Array] = []
     for group in groups_within(map(bytes_per_device, stored)):
-        tree = unflatten_mapping(
-            {tuple(key.key for key in paths[index]): stored[index] for index in group}
-        )
+        tree = unflatten_mapping({names[index]: stored[index] for index in group}, sep="/")
         params = restore_params(
             checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True
         )
