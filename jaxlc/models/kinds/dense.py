@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.dense import DenseKind, ffn_matrices
 from jaxlc.core import scopes
-from jaxlc.models.block import Block, Init, add_bias, bias_vector
+from jaxlc.models.contract import Block, Init, add_bias, bias_vector
 from jaxlc.sharding.rules import Sharder
 
 _OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
