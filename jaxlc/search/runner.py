@@ -218,7 +218,10 @@ def run(
     path = out / ROWS
     make_writable(out, "use another working directory, or another --out of a sweep")
     about = about | dict(jax=importlib.metadata.version("jax"))
-    keys = [_key(point.config, about) for point in points]
+    keys = [  # the whole config, and the columns that all rows share
+        fingerprint_of(json.dumps([to_dict(point.config), about], sort_keys=True))
+        for point in points
+    ]
     rows, configs = {row["key"]: row for row in read_rows(path)}, dict[str, Config]()
     new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
@@ -257,8 +260,3 @@ def run(
                 f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
             ) from None
     return [rows.get(key, STOPPED) for key in keys]
-
-
-def _key(config: Config, about: Row) -> str:
-    """Identifies a row of the file: the whole config, and the columns that all rows share."""
-    return fingerprint_of(json.dumps([to_dict(config), about], sort_keys=True))

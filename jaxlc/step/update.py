@@ -413,16 +413,12 @@ def _at(tree: dict, path: tuple[str, ...]):
 
 
 def _is_stacked(dims) -> bool:
-    return _first(dims)[0] == "layers"
+    return jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple))[0][0] == "layers"
 
 
 def _num_layers(dims, part) -> tuple[int, ...] | int:
     """L of stacked parameters; () of others, the shape of a scalar."""
     return jax.tree.leaves(part)[0].shape[0] if _is_stacked(dims) else ()
-
-
-def _first(dims) -> tuple[str, ...]:
-    return jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple))[0]
 
 
 def _of_part(opt_state: optax.OptState, path: tuple[str, ...]) -> optax.OptState:
