@@ -182,6 +182,7 @@ def missing_code(text: str) -> list[str]:
         path
         for path in (*files, *folders)
         if any((root / path.split("/")[0]).is_dir() for root in roots)
+        and not path.startswith("runs/")  # of a run on this machine
         and not any((root / path).exists() for root in roots)
     ]
     names = re.findall(r"(?<![\w/.-])jaxlc(?:\.\w+)+", text)
