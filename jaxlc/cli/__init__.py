@@ -48,8 +48,8 @@ VERBS = {
         "score runs and Hugging Face directories at chosen lengths: needle, passkey, RULER, loss",
     ),
     "logprobs": ("inference", "add the log-probabilities of a model to traces, for post-training"),
-    "checkpoint": ("training", "list, verify and delete the checkpoints of a run"),
-    "export": ("training", "write the weights of a run as a Hugging Face directory"),
+    "checkpoint": ("checkpoints", "list, verify and delete the checkpoints of a run"),
+    "export": ("checkpoints", "write the weights of a run as a Hugging Face directory"),
 }
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jaxlc.cli.training import ExportFlags, TrainFlags
+from jaxlc.cli.checkpoints import ExportFlags
+from jaxlc.cli.training import TrainFlags
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import (
     HELP_SECTIONS,
