@@ -39,6 +39,7 @@ from jaxlc.data.tokens.encoder import NO_STOPS, Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
 from jaxlc.models import decoder
+from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import (
     Cache,
     CacheLayout,
@@ -47,7 +48,6 @@ from jaxlc.models.contract import (
     decode_tokens,
     empty_cache,
     layout_for,
-    rms_norm,
 )
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh, reach, stacked_tables, tables_of_kinds
 from jaxlc.models.layer_stack import DecoderLayer, Stacks

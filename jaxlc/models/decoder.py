@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, is_layers, scopes
-from jaxlc.models.contract import Init, LayerOutput, RMSNorm, matrix, over_chunks, scaled
+from jaxlc.models.block import Init, RMSNorm, matrix, over_chunks, scaled
+from jaxlc.models.contract import LayerOutput
 from jaxlc.models.layer_stack import (
     DecoderLayer,
     ExpertsIndex,

@@ -27,18 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config.models.model_schema import LayerConfig, Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
+from jaxlc.models.block import Init, RMSNorm, Routing, scaled
 from jaxlc.models.contract import (
     CHOICE,
-    Init,
     LayerOutput,
     LayerTokens,
     Mixer,
-    RMSNorm,
     Rotary,
     Rotation,
     Routed,
-    Routing,
-    scaled,
 )
 from jaxlc.models.kinds import FEED_FORWARDS, mixers_alone
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_with_prefetch

@@ -35,10 +35,10 @@ from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
 from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
+from jaxlc.models.block import Init, bias_vector, matrix, rms_norm
 from jaxlc.models.contract import (
     BatchTokens,
     CacheLayout,
-    Init,
     KindOnMesh,
     Mixer,
     NewTokens,
@@ -48,10 +48,7 @@ from jaxlc.models.contract import (
     ReadsBefore,
     Sequences,
     Tiles,
-    bias_vector,
     decode_tokens,
-    matrix,
-    rms_norm,
 )
 from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.models.matmuls import in_use

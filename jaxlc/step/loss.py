@@ -42,7 +42,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.config import Config, ModelConfig, TrainConfig
 from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, UserError, hardware, scopes
-from jaxlc.models.contract import over_chunks, rms_norm
+from jaxlc.models.block import over_chunks, rms_norm
 from jaxlc.sharding.mesh import Nodes, shard_map
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 

@@ -18,7 +18,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
     Operands,
     ShardedRecurrence,
 )
-from jaxlc.models.contract import Init
+from jaxlc.models.block import Init
 from jaxlc.models.kinds.kda import KimiDeltaAttention
 from jaxlc.sharding.rules import Sharder
 from tests.step.synthetic import KIMI_DELTA, small_config

@@ -14,7 +14,7 @@ import numpy as np
 from jaxlc.config import MeshConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
-from jaxlc.models.contract import rms_norm
+from jaxlc.models.block import rms_norm
 from jaxlc.models.layer_stack import LayerContext, Remat, run_layer
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh

@@ -12,7 +12,8 @@ from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
-from jaxlc.models.contract import Init, LayerOutput, LayerTokens
+from jaxlc.models.block import Init
+from jaxlc.models.contract import LayerOutput, LayerTokens
 from jaxlc.models.kinds.attention import AttentionTiles
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.models.contract import Init, RMSNorm, in_use, matrix, residual_depth_scale
+from jaxlc.models.block import Init, RMSNorm, in_use, matrix, residual_depth_scale
 from jaxlc.models.decoder import lookup
 from jaxlc.models.kinds.dense import gated
 from jaxlc.models.matmuls import Matmuls

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
-from jaxlc.models.contract import Init, LayerTokens
+from jaxlc.models.block import Init
+from jaxlc.models.contract import LayerTokens
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables

@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import Unsupported
+from jaxlc.models.block import Block
 from jaxlc.models.contract import (
-    Block,
     KindOnMesh,
     Mixer,
     OnTiles,

@@ -20,24 +20,20 @@ from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.config import ModelConfig
 from jaxlc.core import CONTEXT, TENSOR, num_replicas, scopes
+from jaxlc.models.block import Init, RMSNorm, add_bias, bias_vector, scaled
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (
     BatchTokens,
     CacheLayout,
     ChoosesKernel,
-    Init,
     KindOnMesh,
     Mixer,
     OnTiles,
     OnTrees,
-    RMSNorm,
     Rotary,
     Rotation,
     Sequences,
     Tiles,
-    add_bias,
-    bias_vector,
-    scaled,
 )
 from jaxlc.models.layer_tiles import Mixing, add_of_tiles, tile_indices
 from jaxlc.models.rope import apply_rope, query_scale

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models.contract import Init, RMSNorm
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 

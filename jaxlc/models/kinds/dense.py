@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.dense import DenseKind, ffn_matrices
 from jaxlc.core import scopes
-from jaxlc.models.contract import Block, Init, add_bias, bias_vector
+from jaxlc.models.block import Block, Init, add_bias, bias_vector
 from jaxlc.sharding.rules import Sharder
 
 _OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -25,7 +25,7 @@ def gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     """activation(gate) * up, computed in float32 or wider and rounded to their dtype once, as are its gradients;
     `activation` as in `ModelConfig`. Without a gate (relu2), the square of what is above 0 in up.
     """
-    return _gated_forward(activation, gate, up)[0]
+    return _gated_rounded(activation, gate, up)
 
 
 def _gated_forward(activation: str, *operands: jax.Array | None):

@@ -22,16 +22,8 @@ from jaxlc.config.kinds.dense import is_gated
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import TENSOR, scopes
-from jaxlc.models.contract import (
-    CHOICE,
-    Block,
-    Init,
-    Routed,
-    RoutedOutput,
-    bias_vector,
-    matrix,
-    residual_depth_scale,
-)
+from jaxlc.models.block import Block, Init, bias_vector, matrix, residual_depth_scale
+from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.expert_products import ExpertWeights, LowRank, expert_outputs
 from jaxlc.models.kinds.dense import MLP, gated
 from jaxlc.models.lora import make_adapters

@@ -25,8 +25,9 @@ from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.latent import sends_latents
 from jaxlc.core import Unsupported, scopes
+from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
-from jaxlc.models.contract import CacheLayout, Init, KindOnMesh, RMSNorm, Rotation, Sequences
+from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.rope import apply_rope, query_factor

@@ -21,7 +21,8 @@ from flax import nnx
 from jaxlc.attention.recurrence.chunks import Rule
 from jaxlc.attention.state_passing import product
 from jaxlc.config import ModelConfig
-from jaxlc.models.contract import Init, KindOnMesh, RMSNorm
+from jaxlc.models.block import Init, RMSNorm
+from jaxlc.models.contract import KindOnMesh
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
