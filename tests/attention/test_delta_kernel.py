@@ -17,11 +17,11 @@ from benchmarks.row_plans import kernel_bytes
 from jaxlc.attention import gated_delta_rule, natural_order, zigzag_order
 from jaxlc.attention.recurrence import chunks, kernel, sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
-from jaxlc.attention.recurrence.convolution import _ONE_RANK as ONE_RANK
 from jaxlc.attention.recurrence.sharded_recurrence import Documents
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
-from jaxlc.core.errors import UserError
+from jaxlc.core import CONTEXT, UserError
 from jaxlc.hlo import analyze
+from jaxlc.sharding.mesh import Ranks
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from jaxlc.step import step as train_step
 from tests.attention.test_delta_rule import (
@@ -108,7 +108,9 @@ def test_loop_over_groups_is_that_of_xla_form(monkeypatch, uses_kernel):
     monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 32)
     rule = Rule(1.0, uses_kernel=uses_kernel)
     tokens = Tokens(*_operands(), None, None, None)
-    run = functools.partial(sharded_rule.recurrence, rule=rule, ranks=ONE_RANK, num_fragments=1)
+    run = functools.partial(
+        sharded_rule.recurrence, rule=rule, ranks=Ranks(CONTEXT, 1), num_fragments=1
+    )
     rounds = re.findall(r"length=(\d+)", str(jax.make_jaxpr(run)(tokens)))
     assert ("4" in rounds) is not uses_kernel  # of 4 of the 16 groups
 

@@ -23,6 +23,7 @@ from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, has_kernel, map_and_reads, read
 from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
+    Affine,
     continued_states,
     entering_states,
     fragments_of,
@@ -69,9 +70,9 @@ def recurrence_in_groups(
     fragment_GB: jax.Array | None = None,
 ) -> jax.Array:
     """The outputs [G, B, g, H, V] of groups of tokens, arrays [G, B, g, ...]. See `entering_states`."""
-    run, read = _mapped(groups, rule)
-    maps, reads = run(groups)
-    return read(reads, entering_states(maps, ranks, num_fragments, fragment_GB))
+    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
+    maps, reads = _maps_and_reads(groups, rule, at_once)
+    return _outputs(reads, entering_states(maps, ranks, num_fragments, fragment_GB), at_once)
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -86,10 +87,10 @@ def continued_recurrence(
     """
     groups = _groups_of_rank(tokens, ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    run, read = _mapped(groups, rule)
-    maps, reads = run(groups)
+    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
+    maps, reads = _maps_and_reads(groups, rule, at_once)
     states, state = continued_states(maps, initial_bHKV, ranks)
-    return _in_order(read(reads, states), tokens.q_BLGK.shape[1], 1), state
+    return _in_order(_outputs(reads, states, at_once), tokens.q_BLGK.shape[1], 1), state
 
 
 def groups_at_once(
@@ -109,12 +110,15 @@ def kernel_tokens(tokens: Tokens, rule: Rule) -> int | None:
     return _KERNEL_ENTRIES // entries if has_kernel(tokens, rule) else None
 
 
-def _mapped(groups: Tokens, rule: Rule) -> tuple[Callable, Callable]:
-    """`map_and_reads` and `read` of groups, arrays [G, B, ...]."""
-    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
-    each = functools.partial(lax.map, batch_size=at_once)
+def _maps_and_reads(groups: Tokens, rule: Rule, at_once: int) -> tuple[Affine, jax.Array]:
+    """`map_and_reads` of groups, arrays [G, B, g, ...]."""
     run = jax.checkpoint(functools.partial(map_and_reads, rule=rule))
-    return functools.partial(each, run), lambda *arrays: each(lambda pair: read(*pair), arrays)
+    return lax.map(run, groups, batch_size=at_once)
+
+
+def _outputs(reads: jax.Array, states: jax.Array, at_once: int) -> jax.Array:
+    """The outputs of groups, from the states that enter them."""
+    return lax.map(lambda pair: read(*pair), (reads, states), batch_size=at_once)
 
 
 def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
