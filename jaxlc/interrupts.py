@@ -5,7 +5,8 @@ Python raises KeyboardInterrupt wherever the program is, and some code turns it 
 or ignores it. While the main thread is in a call that does not return, such as a compilation of
 minutes, Python runs no handler: then a thread ends the process.
 
-Its standard streams may have any encoding, or be closed.
+The standard streams of a command, which may have any encoding or be closed, are made to accept all
+texts.
 
 `call_within` bounds calls that may hang, such as calls to a file system or to another process.
 Imports only the standard library, so that Ctrl-C is handled from the first imports on.

@@ -617,7 +617,7 @@ def raise_(error: Exception) -> NoReturn:
 
 
 def test_quiet_saves_passes_other_errors_to_the_hook_before(monkeypatch):
-    """Such as that of `jaxlc.interrupts`, which ends the process after Ctrl-C."""
+    """Such as the hook of `jaxlc.interrupts`, which ends the process after Ctrl-C."""
     seen: list[str] = []
     monkeypatch.setattr(
         sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value))

@@ -4,6 +4,7 @@ Before training, lines with the model, optimizer, devices, memory, batch, data, 
 figures, a summary that is printed, and the loads of all experts over the run, which are in WORKDIR/expert_loads.jsonl.
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxlc.config import Config, ModelConfig, TrainConfig
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import count_text, errors, mesh_text
-from jaxlc.core.files import displayed, read_json_lines
+from jaxlc.core.files import displayed, read_json_lines, replacing
 from jaxlc.core.text import duration_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource
@@ -24,7 +25,6 @@ from jaxlc.data.sequences.packing import PackedText, balanced_order, replica_cos
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import lora
-from jaxlc.posttrain.rollouts import write_rollouts
 from jaxlc.sharding.rules import num_entries
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
@@ -325,7 +325,9 @@ def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
     path = workdir / LOADS_FILE
     loads = [[float(f"{load:.4g}") for load in load_E] for load_E in load_LE]
     rows = [row for row in read_json_lines(path) if row["step"] < step]
-    write_rollouts([*rows, dict(step=step, loads=loads)], path)
+    with replacing(path) as out:
+        for row in [*rows, dict(step=step, loads=loads)]:
+            out.write(json.dumps(row).encode() + b"\n")
 
 
 LOSS_PLOT = "loss.png"
