@@ -510,10 +510,10 @@ class SourceConfig:
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
-    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
-    # .parquet and .arrow files; hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT, a data set of the Hugging Face hub;
-    # "python-stdlib", the sources of Python's standard library; or "phone-book", documents of data.seq_len words that
-    # repeat numbers.
+    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .ndjson, .jsonl.gz,
+    # .jsonl.zst, .parquet and .arrow files; hub:ORGANIZATION/NAME@REVISION/SUBSET/SPLIT, a data set of the Hugging Face
+    # hub; "python-stdlib", the sources of Python's standard library; or "phone-book", documents of data.seq_len words
+    # that repeat numbers.
     sources: tuple[str, ...] = ("python-stdlib",)
     # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
     # config.data.mixture.NAME.FIELD; a new NAME adds a source.

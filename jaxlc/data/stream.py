@@ -43,7 +43,13 @@ from jaxlc.data.sequences.packing import (
     split_documents,
 )
 from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
-from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, needed_columns
+from jaxlc.data.texts.records import (
+    LINES_SUFFIXES,
+    MEGATRON_SUFFIX,
+    RECORD_SUFFIXES,
+    has_suffix,
+    needed_columns,
+)
 from jaxlc.data.texts.sources import SourceFile, list_files
 from jaxlc.data.tokens.encoder import grouped
 from jaxlc.data.tokens.store import LEFTOVER_SECONDS, NoText
@@ -73,7 +79,7 @@ class Part(NamedTuple):
     @property
     def place(self) -> str:
         """Where the part starts, for errors that number its records."""
-        unit = "row group" if self.url.endswith(".parquet") else "byte"
+        unit = "row group" if has_suffix(self.url, ".parquet") else "byte"
         return f"{self.url} from {unit} {self.begin:,}" if self.begin else self.url
 
 
@@ -109,7 +115,7 @@ def _urls(name: str, setting: str) -> list[str]:
             urls = [fs.unstrip_protocol(path) for path in paths]
     else:
         urls = [f"file://{file.path.resolve()}" for file in list_files([name], setting).files]
-    return [url for url in urls if url.endswith(_SUFFIXES)]
+    return [url for url in urls if has_suffix(url, _SUFFIXES)]
 
 
 def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
@@ -120,7 +126,7 @@ def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
         fs, path = fsspec.url_to_fs(url)
         info = fs.info(path)
         part = partial(Part, url, _version(info))
-        if url.endswith(".parquet"):
+        if has_suffix(url, ".parquet"):
             from pyarrow import parquet
 
             with fs.open(path) as opened:
@@ -129,7 +135,7 @@ def _parts(url: str, chunk_bytes: int, setting: str) -> list[Part]:
             groups = grouped(range(len(sizes)), sizes.__getitem__, chunk_bytes)
             return [part(x[0], x[-1] + 1, sum(sizes[i] for i in x)) for x in groups]
     size = info["size"]
-    num_parts = size // chunk_bytes + 1 if url.endswith(".jsonl") else 1
+    num_parts = size // chunk_bytes + 1 if has_suffix(url, LINES_SUFFIXES) else 1
     bounds = [size * i // num_parts for i in range(num_parts + 1)]
     return [part(begin, end, end - begin) for begin, end in pairwise(bounds)]
 
@@ -146,7 +152,7 @@ def _fetch(part: Part, copy: Path, fields: Fields, setting: str) -> SourceFile:
     with _explained(url, setting):
         fs, path = fsspec.url_to_fs(url)
         try:
-            if url.endswith(".parquet"):
+            if has_suffix(url, ".parquet"):
                 from pyarrow import parquet
 
                 with fs.open(path) as opened, parquet.ParquetFile(opened) as table:
@@ -154,7 +160,7 @@ def _fetch(part: Part, copy: Path, fields: Fields, setting: str) -> SourceFile:
                     columns = needed_columns(copy, fields.document, fields.others, names)
                     rows = table.read_row_groups([*range(begin, end)], columns)
                 parquet.write_table(rows, copy)
-            elif url.endswith(".jsonl"):
+            elif has_suffix(url, LINES_SUFFIXES):
                 copy.write_bytes(fs.read_block(path, begin, end - begin, b"\n"))
             else:
                 fs.get_file(path, str(copy))

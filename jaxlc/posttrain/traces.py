@@ -28,7 +28,7 @@ from jaxlc.data.sequences.loader import (
 )
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.texts.documents import Notes
-from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
+from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, has_suffix, read_records
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -340,7 +340,7 @@ def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Reco
     Raises:
       UserError: the file cannot be read.
     """
-    if not path.name.endswith(RECORD_SUFFIXES):
+    if not has_suffix(path, RECORD_SUFFIXES):
         raise UserError(
             f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}"
         )

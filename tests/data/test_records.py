@@ -84,13 +84,13 @@ def test_records_field_with_dots_in_its_name_is_read(tmp_path: Path):
 
 
 def test_sources_text_suffixes_add_files(tmp_path: Path):
-    for name in ("a.py", "b.c", "c.weird", "d.rs"):
+    for name in ("a.py", "b.C", "c.weird", "d.rs", "e.TXT"):
         (tmp_path / name).write_text("x")
     names = [
         [f.name for f in list_files([str(tmp_path)], text_suffixes=s).files]
-        for s in ((), ("code", ".weird"))
+        for s in ((), ("code", ".Weird"))
     ]
-    assert names == [["a.py"], ["a.py", "b.c", "c.weird", "d.rs"]]
+    assert names == [["a.py", "e.TXT"], ["a.py", "b.C", "c.weird", "d.rs", "e.TXT"]]
 
 
 def mixture_of(directory: Path, path: Path, **fields) -> DataConfig:
@@ -111,14 +111,14 @@ def test_token_ids_of_every_format_are_stored(tmp_path: Path):
         "".join(json.dumps({"input_ids": ids}) + "\n" for ids in with_ends)
     )
     pyarrow.parquet.write_table(
-        pyarrow.table({"input_ids": with_ends, "text": ["x"] * 20}), tmp_path / "b.parquet"
+        pyarrow.table({"input_ids": with_ends, "text": ["x"] * 20}), tmp_path / "B.PARQUET"
     )
     write_arrow(tmp_path / "c.arrow", {"input_ids": with_ends}, is_file=False)
     write_megatron(tmp_path / "d", [[ids[:4], ids[4:]] for ids in with_ends])
     expected = [token for ids in IDS for token in (*ids, END)]
     for name, field in (
         ("a.jsonl", "input_ids"),
-        ("b.parquet", "input_ids"),
+        ("B.PARQUET", "input_ids"),
         ("c.arrow", "input_ids"),
         ("d.idx", "tokens"),
     ):

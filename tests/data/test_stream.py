@@ -42,9 +42,9 @@ def files(tmp_path: Path) -> dict[str, list[str]]:
     """The documents of the files in the directory `files`: lines, row groups, compressed lines."""
     texts = {
         "a.jsonl": documents("a", 900),
-        "b b/b.jsonl": documents("b", 300),
+        "b b/b.ndjson": documents("b", 300),
         "c.parquet": documents("c", 1500),
-        "d.jsonl.gz": documents("d", 200),
+        "d.JSONL.GZ": documents("d", 200),
     }
     (tmp_path / "files/b b").mkdir(parents=True)
     for name, docs in texts.items():
@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> dict[str, list[str]]:
             pyarrow.parquet.write_table(table, path, row_group_size=100)
         else:
             content = lines(docs)
-            path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+            path.write_bytes(gzip.compress(content) if name.endswith(".GZ") else content)
     return texts
 
 
@@ -175,7 +175,7 @@ def test_resumed_stream_makes_no_chunk_before_its_position(files, tmp_path, monk
     assert set(wanted) == late and not early & set(wanted)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "c.parquet", "d.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "c.parquet", "d.JSONL.GZ"])
 def test_file_that_changed_is_named(files, tmp_path, name):
     source = opened(tmp_path)
     meta = source.position(1)
@@ -315,7 +315,7 @@ def test_chats_of_a_mixture_of_one_source_have_their_loss_mask(tmp_path):
 
 def test_file_of_eval_sources_is_not_trained_on(files, tmp_path):
     """It has a space in its path, and is named by a link; the hidden directory is not listed."""
-    (heldout := tmp_path / "heldout.jsonl").symlink_to(tmp_path / "files/b b/b.jsonl")
+    (heldout := tmp_path / "heldout.jsonl").symlink_to(tmp_path / "files/b b/b.ndjson")
     (tmp_path / "files/.hidden").mkdir()
     (tmp_path / "files/.hidden/e.jsonl").write_bytes(lines(documents("e", 10)))
     source = opened(tmp_path, data__eval_sources=(str(heldout),), train__eval_sequences=4)

@@ -33,6 +33,7 @@ from jaxlc.data.texts.records import (
     BadRecord,
     Record,
     field_of,
+    has_suffix,
     kind_of,
     read_records,
     reading,
@@ -481,7 +482,7 @@ def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[D
     Raises:
       UserError: the file cannot be read or decoded, or it has more bad records than allowed.
     """
-    if file.path.name.endswith(RECORD_SUFFIXES):
+    if has_suffix(file.path, RECORD_SUFFIXES):
         yield from _record_documents(file, fields, notes)
         return
     if fields.tokens or fields.chat:
@@ -511,7 +512,7 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
 
 
 def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
-    if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
+    if has_suffix(file.path, MEGATRON_SUFFIX) and not fields.tokens:
         raise UserError(
             f"{file.setting}: {str(file.path)!r} contains token IDs: set token_field=tokens of its source in"
             " config.data.mixture"

@@ -1,7 +1,7 @@
 """Records of files that hold several documents each: JSON lines, CSV, Parquet, Arrow, and
 Megatron's indexed datasets.
 
-.jsonl .jsonl.gz .jsonl.zst    one record per line; a list of messages is a record with the field `messages`
+.jsonl .ndjson .jsonl.gz .jsonl.zst    one record per line; a list of messages is a record with the field `messages`
 .json                          a list of such records, or one per line; read only where it is named, not in directories
 .csv                           one record per row, whose fields the first row names; read as .json
 .parquet                       one record per row
@@ -27,7 +27,8 @@ import numpy as np
 from jaxlc.core import UserError, errors, reason_of
 from jaxlc.core.files import check_unique, parse_json, read_limited
 
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+LINES_SUFFIXES = (".jsonl", ".ndjson")  # which can be cut after any line
+JSON_SUFFIXES = (*LINES_SUFFIXES, ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
 ARRAY_SUFFIX = ".json"
 CSV_SUFFIX = ".csv"
@@ -57,6 +58,11 @@ class Record(NamedTuple):
     values: dict[str, Any] | BadRecord  # by field
 
 
+def has_suffix(name: str | Path, suffixes: str | tuple[str, ...]) -> bool:
+    """Whether a file has one of the suffixes; upper and lower case are equal, as on the hub."""
+    return str(name).lower().endswith(suffixes)
+
+
 def read_records(
     path: Path,
     field: str,
@@ -77,12 +83,12 @@ def read_records(
       UserError: the file cannot be read.
     """
     with reading(path, setting):
-        items = _list_in(path) if path.name.endswith(ARRAY_SUFFIX) else None
-        if path.name.endswith(CSV_SUFFIX):
+        items = _list_in(path) if has_suffix(path, ARRAY_SUFFIX) else None
+        if has_suffix(path, CSV_SUFFIX):
             items = _csv_records(path)
-        elif path.name.endswith(MEGATRON_SUFFIX):
+        elif has_suffix(path, MEGATRON_SUFFIX):
             items = _megatron_records(path)
-        elif not path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
+        elif not has_suffix(path, (*JSON_SUFFIXES, ARRAY_SUFFIX)):
             needed = functools.partial(needed_columns, path, field, others)
             items = _column_records(path, needed, setting)
         for number, values in _json_records(path, lines) if items is None else enumerate(items, 1):
@@ -163,7 +169,7 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[tup
                     yield number, parse_json(line)
                 except ValueError as error:
                     advice = "fix or remove this line"
-                    if path.name.endswith(ARRAY_SUFFIX):
+                    if has_suffix(path, ARRAY_SUFFIX):
                         advice = "expected a list of records, or one on each line"
                     yield number, BadRecord(f"invalid JSON ({reason_of(error)}); {advice}")
 
@@ -223,10 +229,10 @@ def _csv_records(path: Path) -> Iterator[dict[str, str] | BadRecord]:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file of lines, decompressed."""
-    if path.name.endswith(".gz"):
+    if has_suffix(path, ".gz"):
         with gzip.open(path, "rb") as lines:
             yield lines
-    elif path.name.endswith(".zst"):
+    elif has_suffix(path, ".zst"):
         errors.require("pyarrow", f"the compressed file {str(path)!r}")
         import pyarrow
 
@@ -312,7 +318,7 @@ def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[A
     import pyarrow.ipc
     import pyarrow.parquet
 
-    if path.name.endswith(".parquet"):
+    if has_suffix(path, ".parquet"):
         schema = pyarrow.parquet.read_schema(path)
         columns = needed(schema.names)
         # A text that is stored once and repeated in many rows is not copied: a small file could

@@ -31,7 +31,7 @@ from jaxlc.config import DataConfig
 from jaxlc.config.models import hub
 from jaxlc.core import UserError
 from jaxlc.core.files import local_path, replacing, write_errors_explained
-from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES, unreadable
+from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES, has_suffix, unreadable
 
 PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -80,7 +80,7 @@ def list_files(
     more = [
         suffix
         for item in text_suffixes
-        for suffix in (_CODE_SUFFIXES if item == "code" else (item,))
+        for suffix in (_CODE_SUFFIXES if item == "code" else (item.lower(),))
     ]
     suffixes = (*_TEXT_SUFFIXES, *more, *LISTED_SUFFIXES)
     files: dict[Path, SourceFile] = {}  # by real path
@@ -120,18 +120,18 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     if source.startswith(hub.DATASET_PREFIX):
         files = hub.dataset_files(source, setting)
         suffixes = (*suffixes, *NAMED_SUFFIXES)
-        return [(name, Path(path)) for name, path in files if name.endswith(suffixes)]
+        return [(name, Path(path)) for name, path in files if has_suffix(name, suffixes)]
     if "://" in source:
         raise UserError(
             f"{setting}: {source!r} is a URL, as only training data of a stream may be: set --config.data.stream=True,"
             " or copy the files"
         )
     path = local_path(source)
-    suffixes = (*suffixes, *(x for x in NAMED_SUFFIXES if source.endswith(x)))
+    suffixes = (*suffixes, *(x for x in NAMED_SUFFIXES if has_suffix(source, x)))
     if path.is_dir():
         return _files_below(path, suffixes)
     if path.is_file():
-        return [(path.name, path)] if path.name.endswith(suffixes) else []
+        return [(path.name, path)] if has_suffix(path, suffixes) else []
     if not glob.has_magic(source):
         advice = "use an existing file, directory or glob"
         if hub.is_model_id(source):
@@ -144,7 +144,7 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     return [
         (m.relative_to(root).as_posix(), m)
         for m in matches
-        if m.is_file() and m.name.endswith(suffixes)
+        if m.is_file() and has_suffix(m, suffixes)
     ]
 
 
@@ -165,7 +165,7 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]
         paths = [
             Path(directory, name)
             for name in file_names
-            if name.endswith(suffixes) and not name.startswith(_CACHE_OF_DATASETS)
+            if has_suffix(name, suffixes) and not name.startswith(_CACHE_OF_DATASETS)
         ]
         named_paths += [(path.relative_to(root).as_posix(), path) for path in paths]
     return named_paths

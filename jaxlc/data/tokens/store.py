@@ -57,7 +57,7 @@ from jaxlc.data.texts.documents import (
     Fields,
     Notes,
 )
-from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.texts.records import LINES_SUFFIXES, BadRecord, has_suffix
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens.encoder import (
     Encoder,
@@ -286,7 +286,7 @@ def plan_shards(
             continue
         for file in run:
             parts = [file]
-            if file.path.name.endswith(".jsonl"):
+            if has_suffix(file.path, LINES_SUFFIXES):
                 parts = [
                     file._replace(lines=span, size_bytes=span[1] - span[0])
                     for span in _line_spans(file.path, shard_bytes)
