@@ -553,8 +553,8 @@ class TensorWriter(contextlib.ExitStack):
         """
         file, offset_bytes, dtype_name, shape = self._place[name]
         dtype = _STORED_DTYPES[dtype_name]
-        # Its memory is never touched: addresses in it are places in the stored tensor.
-        tensor = np.empty(shape, dtype)
+        # Its memory is never written: addresses in it are places in the stored tensor.
+        tensor = np.zeros(shape, dtype)
         target = tensor[*region, ...]
         assert array.size == target.size and array.shape == target.shape[-array.ndim :], (
             name,
@@ -564,6 +564,10 @@ class TensorWriter(contextlib.ExitStack):
             file.seek(offset_bytes + target.ctypes.data - tensor.ctypes.data)
             file.write(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
         else:
+            if self._missing[name] == tensor.size:
+                # On a full disk, this raises an error, and a write to mapped memory kills the process.
+                file.seek(offset_bytes)
+                file.write(tensor.reshape(-1).view(np.uint8))
             file.flush()
             stored = np.memmap(file, dtype, "r+", offset_bytes, shape)
             stored[region] = array

@@ -289,6 +289,24 @@ def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
+def test_columns_are_written_to_memory_of_space_that_the_file_has(tmp_path, monkeypatch):
+    """A write to mapped memory without space on the disk would kill the process."""
+    memmap, sizes = np.memmap, []
+
+    def mapped(file, *args):
+        sizes.append(os.fstat(file.fileno()).st_size)
+        return memmap(file, *args)
+
+    monkeypatch.setattr(np, "memmap", mapped)
+    tensor = np.arange(24, dtype=np.float32).reshape(4, 6)
+    with TensorWriter(tmp_path, {"a": ("F32", (4, 6))}, 10**9) as files:
+        for columns in (slice(0, 6, 2), slice(1, 6, 2)):
+            files.write("a", tensor[:, columns], (slice(None), columns))
+    path = tmp_path / "model.safetensors"
+    assert min(sizes) == path.stat().st_size
+    np.testing.assert_array_equal(load_file(path)["a"], tensor)
+
+
 def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsys):
     source = write_model(tmp_path / "model", "llama_tied")
     settings = dict(optimizer__learning_rate=1e-3, optimizer__warmup_steps=0, model__rope_theta=5e5)
