@@ -416,24 +416,10 @@ def load(path: str | Path) -> Ranking:
     file = local_path(path)
     if file.is_dir():
         file /= ROWS
-    rows = read_rows(file)
+    rows = read_json_lines(file)
     if not rows:
         raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")
     return Ranking(tuple(ranked(rows)))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file.
-
-    Raises:
-      UserError: another line is not a JSON object.
-    """
-    if path.exists():
-        content = path.read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
-        if complete != content:
-            path.write_bytes(complete)
-    return read_json_lines(path)
 
 
 def row_text(row: Row) -> str:

@@ -20,9 +20,15 @@ from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
 from jaxlc.core import UserError, progress_lines
 from jaxlc.core import print_to_stderr as log
-from jaxlc.core.files import file_fingerprint, fingerprint_of, local_path, make_writable
+from jaxlc.core.files import (
+    file_fingerprint,
+    fingerprint_of,
+    local_path,
+    make_writable,
+    read_json_lines,
+)
 from jaxlc.core.processes import Row, Work, run_in_processes
-from jaxlc.search.ranking import ROWS, read_rows, row_text
+from jaxlc.search.ranking import ROWS, row_text
 from jaxlc.search.space import Point, departures, name_of
 
 if TYPE_CHECKING:
@@ -222,10 +228,12 @@ def run(
         fingerprint_of(json.dumps([to_dict(point.config), about], sort_keys=True))
         for point in points
     ]
-    rows, configs = {row["key"]: row for row in read_rows(path)}, dict[str, Config]()
+    rows, configs = {row["key"]: row for row in read_json_lines(path)}, dict[str, Config]()
     new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
         log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
+    if path.exists():  # without an incomplete line at its end
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     with path.open("a") as file:
 
         def add(key: str, figures: Row) -> None:

@@ -14,6 +14,7 @@ from jaxlc.checkpoints.files import read_meta
 from jaxlc.config import defaults, load
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import read_json_lines
 from jaxlc.data.texts.documents import BAD_RECORDS, Chat, Fields, Notes, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
@@ -24,7 +25,6 @@ from jaxlc.evals.predictions import read_scores
 from jaxlc.hf.files import DTYPES, TensorFiles
 from jaxlc.posttrain.records import TraceReader
 from jaxlc.posttrain.traces import records_of
-from jaxlc.search import ranking
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import read_rows
 from tests.fuzz import stored_files
@@ -333,7 +333,7 @@ READERS = {
     "search results": _one(
         "rows.jsonl",
         lambda: _json(dict(key="a")) + b"\n",
-        lambda path: ranking.read_rows(path / "rows.jsonl"),
+        lambda path: read_json_lines(path / "rows.jsonl"),
     ),
     "constants": _one(
         "constants.json",

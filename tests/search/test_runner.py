@@ -340,9 +340,12 @@ def _wait_for_worker(tmp_path) -> str:
 
 def test_load_ranks_stored_points_and_shows_them(tmp_path):
     rows = run(tmp_path, fakes.refuses_at_context_2)
-    for path in (tmp_path, tmp_path / results.ROWS):
+    file = tmp_path / results.ROWS
+    file.write_text(content := file.read_text() + '{"key": "half a li')  # of a sweep that runs
+    for path in (tmp_path, file):
         loaded = results.load(path)
         assert list(loaded.rows) == rows and len(loaded) == 3
+    assert file.read_text() == content
     assert "context=2 x tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
     assert loaded[:1].rows == loaded.rows[:1]
     assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
