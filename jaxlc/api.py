@@ -299,7 +299,7 @@ def export(
     if push_to_hub:
         hub.prepare_push(push_to_hub, public=public)
     workdir = local_path(workdir).absolute()
-    target = local_path(out).absolute()
+    target = local_path(out).resolve()  # it is replaced, and a link would not be
     start_runtime(RuntimeConfig(num_processes=1))
     step = existing_step(workdir / CHECKPOINTS_DIRECTORY, step)
     with progress_lines("exporting") as progress:

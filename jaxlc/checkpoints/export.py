@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import operator
-import shutil
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +54,7 @@ from jaxlc.core.files import (
     ADAPTER_FILE,
     groups_within,
     local_path,
-    write_errors_explained,
+    new_directory,
     write_json,
 )
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
@@ -222,7 +221,7 @@ def export(
     """Writes a checkpoint; see `jaxlc.export`.
 
     Args:
-      workdir, target: absolute.
+      workdir, target: absolute; `target` without symbolic links.
       load_params: returns all parameters of the step, for checkpoints without the frozen ones.
       progress: called with the bytes of parameters done and in total.
     """
@@ -252,36 +251,28 @@ def export(
     content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | fields
     params = StoredParams(workdir, step, config, load_all=load_params if BASE in meta else None)
     family = family_of(base, config.model)
+    advice = "export to a different directory"
+    if target.is_mount():
+        raise UserError(f"{target} is a mount point: {advice}, such as one in it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already: remove it, or export to a different directory")
-    partial = target.with_name(target.name + ".partial")  # renamed when it is complete
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with write_errors_explained(target, "export to a different directory"):
-            partial.mkdir(parents=True)
-            if adapters:
-                num_tokens = (base or {}).get("vocab_size", size)
-                name = _base_of_adapters(config, family, num_tokens)
-                has_images = source is not None and source.has_images and not text_only
-                write_adapters(config, family, params, partial, base=name, has_images=has_images)
-            else:
-                content |= write_text_files(config, workdir, partial, longest=longest)
-                if source is not None and record is not None:
-                    for name in PROCESSOR_FILES:
-                        if (source.directory / name).is_file():
-                            copy_file(source.directory, name, partial)
-                    content = with_language_model(
-                        read_json(source.directory / CONFIG_FILE), content
-                    )
-                write_json(partial / CONFIG_FILE, content)
-                shard_bytes = int(max_shard_gb * 1e9)
-                weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model, in_mxfp4
-                _write_weights(config, family, params, partial, *weights, progress)
-            if target.is_dir():
-                target.rmdir()
-            partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after an error
+        raise UserError(f"{target} exists already: remove it, or {advice}")
+    with new_directory(target, advice) as partial:
+        if adapters:
+            num_tokens = (base or {}).get("vocab_size", size)
+            name = _base_of_adapters(config, family, num_tokens)
+            has_images = source is not None and source.has_images and not text_only
+            write_adapters(config, family, params, partial, base=name, has_images=has_images)
+        else:
+            content |= write_text_files(config, workdir, partial, longest=longest)
+            if source is not None and record is not None:
+                for name in PROCESSOR_FILES:
+                    if (source.directory / name).is_file():
+                        copy_file(source.directory, name, partial)
+                content = with_language_model(read_json(source.directory / CONFIG_FILE), content)
+            write_json(partial / CONFIG_FILE, content)
+            shard_bytes = int(max_shard_gb * 1e9)
+            weights = DTYPES[dtype][0], shard_bytes, record or {}, base_model, in_mxfp4
+            _write_weights(config, family, params, partial, *weights, progress)
 
 
 def write_model_card(target: Path, workdir: Path, step: int, title: str) -> None:

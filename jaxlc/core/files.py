@@ -18,6 +18,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import tempfile
@@ -372,6 +373,28 @@ def _holder(file: BinaryIO) -> str:
     """The name that the process with the lock has written to the file."""
     file.seek(0)
     return file.read().decode(errors="replace") or "another process"
+
+
+@contextmanager
+def new_directory(target: Path, advice: str) -> Iterator[Path]:
+    """A directory to write files to, TARGET.partial, which becomes `target` at the end, also if that
+    is an empty directory. It is deleted on failure, and by the next call after a kill.
+
+    Raises:
+      UserError: a file cannot be written, or another process writes this directory: "...: ADVICE".
+    """
+    partial, lock = (target.with_name(target.name + end) for end in (".partial", ".lock"))
+    problem = f" writes to {target}: wait for its end, or {advice}"
+    with write_errors_explained(target, advice):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock, lambda _: None, timeout_seconds=0, problem=problem):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                yield partial
+                partial.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib changes gs://bucket to gs:/bucket

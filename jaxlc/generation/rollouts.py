@@ -28,7 +28,7 @@ from jaxlc.config import Config
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.core import UserError, gib
-from jaxlc.core.files import displayed, file_fingerprint, local_path, write_errors_explained
+from jaxlc.core.files import displayed, file_fingerprint, local_path, new_directory
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.generation.generate_text import rollout_memory
@@ -365,12 +365,8 @@ class ServerRollouts(RolloutMaker):
         original = original_of(config.model.init_from, self._source.workdir)
         family = family_of(original and original.config_json(), config.model)
         has_images = original is not None and original.has_images
-        partial = target.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        with write_errors_explained(partial, "use another config.rollouts.server_directory"):
-            partial.mkdir(parents=True)
+        with new_directory(target, "use another config.rollouts.server_directory") as partial:
             write_adapters(config, family, params, partial, has_images=has_images)
-            partial.rename(target)
         saved = committed_steps(self._source.workdir / CHECKPOINTS_DIRECTORY)
         first = min([int(target.name), *saved] if saved else [0]) - config.rollouts.lag
         for other in self._directory.iterdir():

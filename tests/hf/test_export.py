@@ -25,6 +25,7 @@ from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.models.pretrained import copy_description, with_language_model
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import locked
 from jaxlc.data.corpus import open_corpus
 from jaxlc.data.data_sources import load_matching_tokenizer
 from jaxlc.data.sequences.loader import Inputs
@@ -495,9 +496,25 @@ def test_export_that_fails_leaves_no_files(tmp_path):
         UserError, match="out exists already: remove it, or export to a different directory"
     ):
         jaxlc.export(tmp_path / "run", tmp_path / "out")
-    jaxlc.export(tmp_path / "run", tmp_path / "other")
+    with pytest.raises(UserError, match="/proc is a mount point: .*, such as one in it"):
+        jaxlc.export(tmp_path / "run", "/proc")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    partial = tmp_path / "empty.partial"  # of an export that was killed, or that writes
+    partial.mkdir()
+    (partial / "file").touch()
+    with (
+        locked(tmp_path / "empty.lock", print),
+        pytest.raises(UserError, match="process .* writes to .*empty: wait for its end"),
+    ):
+        jaxlc.export(tmp_path / "run", tmp_path / "link")
+    assert [path.name for path in partial.iterdir()] == ["file"]
+    jaxlc.export(tmp_path / "run", tmp_path / "link")
     shutil.rmtree(tmp_path / "out")
     jaxlc.export(tmp_path / "run", tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "empty").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out", "run"]
 
 
 def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
