@@ -36,7 +36,7 @@ from jaxlc.core.files import (
     write_errors_explained,
 )
 from jaxlc.generation.generate_text import SAMPLES
-from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
+from jaxlc.posttrain.rollouts import export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import (
     on_process_0,
@@ -75,31 +75,16 @@ class StageRun(Outputs):
         exports = config.rollouts.export_every_steps
         measures = config.runtime.straggler_every_steps
         samples = config.train.sample_every_steps
-        with_rollouts = config.rollouts.source != ""
         actions = [
-            (with_rollouts, Action(1, self.report_rollouts)),
             (True, Action(evals, self.evaluate, at_start=True, at_resume=True)),
             (True, Action(evals, self.reward, at_start=True, at_resume=True)),
             (True, Action(config.evals.every_steps, self.score, at_start=True, at_resume=True)),
             (samples, Action(samples, self.sample, at_resume=True)),
             (measures, Action(measures, self.compare_processes)),
             (exports, Action(exports, self.export, at_resume=True)),
-            (with_rollouts, Action(1, self.make_rollouts, at_start=True, at_resume=True)),
+            (config.rollouts.source, Action(1, self.make_rollouts, at_start=True, at_resume=True)),
         ]
         return tuple(action for is_used, action in actions if is_used)
-
-    def report_rollouts(self, position: Position) -> Position:
-        """Writes means over the rollouts of the last step to metrics.jsonl, and some of another
-        program as texts.
-        """
-        means = self.stage.source.train.at_step(position.step).rewards
-        self.metrics.write(
-            step=position.step, **{f"rollouts/{name}": value for name, value in means.items()}
-        )
-        if self.stage.rollout_maker is None and jax.process_index() == 0:
-            records = self.stage.source.train.decoded(position.step)
-            write_rollouts(records, self.workdir / DECODED / f"{position.step}.jsonl")
-        return position
 
     def compare_processes(self, position: Position) -> Position:
         """Measures the devices, and reports processes that are slow; every process calls it at the

@@ -125,12 +125,14 @@ def test_write_after_the_file_is_deleted_keeps_all_rows(tmp_path, happens):
 def test_open_metrics_adds_rows_of_the_checkpoint_and_drops_repeated_evaluations(tmp_path):
     train(tmp_path, 1, 4)
     rows = [dict(step=step, loss=10.0 / step, learning_rate=None) for step in (4, 5)]
+    rows.append({"step": 5, "rollouts/reward": 0.5})
     log = open_metrics(
         tmp_path, resume_step=5, is_primary=True, rows=rows, stage="b", repeated=["eval_loss"]
     )
     log.close()
     assert read_rows(tmp_path / METRICS_FILE)[4:] == [
-        dict(step=4, eval_loss=2.75), dict(step=5, stage="b", loss=2.0, learning_rate=None)
+        dict(step=4, eval_loss=2.75), dict(step=5, stage="b", loss=2.0, learning_rate=None),
+        {"step": 5, "stage": "b", "rollouts/reward": 0.5},
     ]  # fmt: skip
     open_metrics(
         tmp_path, resume_step=4, is_primary=True, rows=rows[:1], repeated=["eval_loss"]

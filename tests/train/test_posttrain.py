@@ -33,6 +33,7 @@ from jaxlc.generation.rollouts import PolicyRollouts
 from jaxlc.posttrain.agents import Answer, rewards_of
 from jaxlc.posttrain.rollouts import _call
 from jaxlc.posttrain.traces import open_prompts, open_traces
+from jaxlc.train.reports.metrics import METRICS_FILE
 from scripts import kill_drill
 from scripts.stand_in_server import StandIn
 from tests.step.synthetic import make_batch
@@ -393,7 +394,8 @@ def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
     assert all("sampler_difference" not in row for row in rows(tmp_path))
     assert read_meta(tmp_path / "checkpoints", 2)["rollouts"].keys() == {"1", "2"}
     digest = hashlib.sha256((directory / "3.jsonl").read_bytes()).hexdigest()
-    assert read_meta(tmp_path / "checkpoints", 3)["rollouts"] == {"3": digest}
+    meta = read_meta(tmp_path / "checkpoints", 3)
+    assert meta["rollouts"] == {"3": digest} and meta["rows"][-1] == third
     kept = (directory / "3.jsonl").read_text()
     (directory / "3.jsonl").write_text(kept.replace('"reward": ', '"reward": 1'))
     message = train(rollouts["config"], tmp_path, status=2, **settings)
@@ -545,9 +547,12 @@ def test_signal_to_one_of_two_processes_that_wait_for_rollouts_stops_both(rollou
 @pytest.mark.full  # the heavy tests of killed runs resume too
 @pytest.mark.parametrize("kept", ["rollouts of step 3", "none"])
 def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path, kept):
-    """A kill after step 2, before or after the rollouts of step 3 were written."""
+    """A kill after the checkpoint of step 2, before its rows of metrics were written, and before or
+    after the rollouts of step 3 were."""
     settings = rollouts["settings"] | dict(train__steps=2)
     train(rollouts["config"], tmp_path, **settings)
+    metrics = tmp_path / METRICS_FILE
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-2]))
     if kept == "rollouts of step 3":
         (tmp_path / "rollouts/3.jsonl").write_text(files_of(rollouts["workdir"])["3.jsonl"])
     train(rollouts["config"], tmp_path, **rollouts["settings"])

@@ -326,7 +326,7 @@ def open_metrics(
       writers: get each row as well, besides the event files for TensorBoard.
       warn: called with one line if the file is deleted during the run.
       stage: of `resume_step`.
-      rows: of the last steps, with their losses; those that the file lacks are added.
+      rows: of the last steps; those that the file lacks are added.
       repeated: names of metrics, or of their groups, that are measured again at `resume_step`: their rows are dropped.
     Raises:
       UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
@@ -349,9 +349,9 @@ def open_metrics(
         [_TensorBoard(directory, last_step)] if errors.is_installed("tensorboardX") else []
     )
     log = MetricsLog(_RowFile(path, warn), [*tensorboard, *writers])
-    known = {row["step"] for row in kept if "loss" in row}
+    known = {(row["step"], name) for row in kept for name in row if name != "step"}
     for row in rows:
-        if row["step"] not in known:
+        if known.isdisjoint((row["step"], name) for name in row):
             log.for_stage(stage).write(**row)
     return log
 

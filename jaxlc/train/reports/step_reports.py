@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlc.posttrain.rollouts import DECODED, write_rollouts
 from jaxlc.step.loss import ExpertMetrics
 from jaxlc.step.precision import is_retried
 from jaxlc.step.step import StepMetrics
@@ -66,6 +67,8 @@ class StepReports:
                 self._add(self._run.progress.first_step_ended, self.pending.first_end_seconds)
             if logs:
                 self._log(step)
+            if self._config.rollouts.source:
+                self._log_rollouts(step)
 
     def fetch_last(self, step: int) -> None:
         """`fetch` for the last step of the run, which is always logged."""
@@ -122,6 +125,18 @@ class StepReports:
         self._add(self._run.callbacks, "on_log", row)
         self._logged_step = step
         self.pending.start_row()
+
+    def _log_rollouts(self, step: int) -> None:
+        """Prepares a row with means over the rollouts of a step, and some of another program as texts."""
+        run = self._run
+        rollouts = run.stage.source.train
+        means = rollouts.at_step(step).rewards
+        row = dict(step=step) | {f"rollouts/{name}": value for name, value in means.items()}
+        self.rows.append(row)
+        self._add(functools.partial(run.metrics.write, **row))
+        if run.stage.rollout_maker is None and jax.process_index() == 0:
+            path = run.workdir / DECODED / f"{step}.jsonl"
+            self._add(write_rollouts, rollouts.decoded(step), path)
 
     def _add(self, report: Callable[..., None], *arguments: Any) -> None:
         self._reports.append(functools.partial(report, *arguments))
