@@ -249,7 +249,9 @@ def export(
         fields = {name: base[name] for name in _TOKENS if name in base}
         base = None
     content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | fields
-    params = StoredParams(workdir, step, config, load_all=load_params if BASE in meta else None)
+    # adapters, and what is trained with them, are in all checkpoints
+    load_all = load_params if BASE in meta and not adapters else None
+    params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)
     advice = "export to a different directory"
     if target.is_mount():

@@ -18,7 +18,7 @@ from jaxlc.config import defaults, load
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.adapters import adapter_settings, base_note
+from jaxlc.hf.adapters import WEIGHTS_FILE, adapter_settings, base_note
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -70,7 +70,7 @@ def assert_same(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
+def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path, monkeypatch):
     workdir, result = run
     undisturbed = jaxlc.train.run(
         lora_config(model, train__steps=STEPS), tmp_path / "run", batches=batches(STEPS)
@@ -84,6 +84,11 @@ def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
         f"params/{x}" for x in adapters | {*TRAINED}
     }
     assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
+    monkeypatch.setattr("jaxlc.api.load", None)  # adapters are exported without the base
+    written = load_file(jaxlc.export(workdir, tmp_path / "out", adapters=True) / WEIGHTS_FILE)
+    query = result.params["layers"]["attention"]["lora"]["query"]["a"]
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    np.testing.assert_array_equal(written[name], query[1].T)
 
 
 def _without_padding(params):
