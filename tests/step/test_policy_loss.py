@@ -487,7 +487,7 @@ def test_preference_loss_equals_its_formula(loss):
             **{name: x if x is None else jnp.asarray(x[None]) for name, x in arrays.items()}
         )
         sums = policy_sums(jnp.asarray(new[None]), batch, settings)
-        got = float(sums.loss / denominator(batch, settings))
+        got = means(sums, batch, settings)
     ratios = [(new - reference).sum(where=segments == number) for number in (1, 2, 3)]
 
     def sigmoid(x):
@@ -496,12 +496,20 @@ def test_preference_loss_equals_its_formula(loss):
     kl = max(ratios[2], 0) if loss == "kto" else 0
     if loss == "simpo":
         chosen, rejected = (new.mean(where=segments == number) for number in (1, 2))
-        expected = -np.log(sigmoid(0.4 * (chosen - rejected) - 0.5))
+        margin = 0.4 * (chosen - rejected)
+        expected = dict(loss=-np.log(sigmoid(margin - 0.5)), margin=margin, accuracy=1.0)
+        assert 0 < margin < 0.5
     else:
         assert ratios[2] > 0
-        terms = sigmoid(0.4 * (kl - ratios[0])), 0.7 * sigmoid(0.4 * (ratios[1] - kl))
-        expected = np.mean(terms)
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
+        gains = 0.4 * (ratios[0] - kl), 0.4 * (kl - ratios[1])
+        expected = dict(
+            loss=np.mean([sigmoid(-gains[0]), 0.7 * sigmoid(-gains[1])]),
+            margin=0.4 * (ratios[0] - ratios[1]) / 2,
+            accuracy=np.mean(np.array(gains) > 0),
+            kl=kl,
+        )
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(got, name), value, rtol=1e-12, err_msg=name)
 
 
 def test_reverse_kl_has_the_gradient_of_the_divergence_in_expectation():
