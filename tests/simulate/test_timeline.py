@@ -225,6 +225,8 @@ def test_nccl_collective_takes_multiprocessors_from_kernels():
     assert estimate.step_seconds == approx(HOP + (DOT - 0.5 * HOP) + COPY)
     assert estimate.overhead_seconds["SMs of NCCL"] == approx(0.5 * HOP)
     assert estimate.step_seconds == approx(sum(estimate.seconds_by_kind.values()))
+    later = predicted(copy(), permute_start(), dot(), permute_done(), roofline=half)
+    assert later.step_seconds == approx(estimate.step_seconds)
     nvshmem = (
         permute_start() + ', backend_config={"collective_backend_config":{"backend":"NVSHMEM"}}'
     )
