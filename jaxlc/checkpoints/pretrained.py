@@ -96,7 +96,7 @@ def load_pretrained(
     else:
         family = family_of(pretrained.config_json(), model)
         params, read = load_params(pretrained.directory, family, abstract, model, progress)
-        line = f"weights    {pretrained.directory}, {read}"
+        line = f"weights    {displayed(pretrained.directory)}, {read}"
     if model.vocab_size < step.config.model.vocab_size:
         params, names = _with_new_rows(step, params, model.vocab_size)
         line += f"; new rows of {' and '.join(names)} for tokens from {model.vocab_size:,} on"

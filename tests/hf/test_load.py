@@ -1809,6 +1809,9 @@ def test_hub_id_downloads_the_weights_only_to_load_them(tmp_path, monkeypatch):
     assert jaxlc.load("org/tiny").workdir == tmp_path / "cache"
     assert results_directory("org/tiny") == Path("runs/tiny/evals")
     assert results_directory("cache") == Path("cache/evals")
+    config = config_of("cache")  # checkpoints have paths that are valid in all directories
+    assert config.model.init_from == str(tmp_path / "cache")
+    assert config.data.tokenizer == str(tmp_path / "cache" / "tokenizer.json")
 
 
 def test_hub_that_cannot_be_reached_raises_one_line(tmp_path, monkeypatch):
