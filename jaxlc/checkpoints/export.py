@@ -107,6 +107,10 @@ def write_text_files(
         tokenizer = tokenizer_of(replace(config.data, tokenizer=str(target)))
     else:  # the source may have none
         tokenizer = load_tokenizer("bytes")
+        if config.data.tokenizer != tokenizer.name:
+            print_to_stderr(
+                f"note: the export has no tokenizer: {config.data.tokenizer} does not exist"
+            )
     if tokenizer.start_ids.tolist() != tokenizer.own_start_ids.tolist():
         _write(
             target / TOKENIZER_FILE,

@@ -37,7 +37,6 @@ from jaxlc.core.files import (
     displayed,
     fingerprint_of,
     groups_within,
-    local_path,
     sha256_of,
     write_json,
 )
@@ -145,9 +144,8 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
     text = ", ".join(
         f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count
     )
-    is_path = local_path(model.init_from).exists()
     record: dict[str, Any] = dict(
-        source=str(source.directory.absolute()) if is_path else model.init_from,
+        source=model.init_from,
         prefix=family.prefix_of(stored),
         tensors={name: _described(tensor) for name, tensor in tensors.items()},
     )

@@ -121,14 +121,15 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
         }
         for section in SECTIONS
     }
+    for section, name in (("model", "init_from"), ("data", "tokenizer")):
+        value = sections[section].get(name, "")
+        if value not in ("", "bytes") and (path := local_path(value)).exists():
+            # for checkpoints: a run may be loaded from another working directory
+            sections[section][name] = str(path.absolute())
     kinds = sections["model"].pop("kinds", {})
     model = {
         path: value for path, value in flattened(sections["model"]).items() if value is not None
     }
-    init_from = model.get("init_from", "")
-    if init_from and (source := local_path(init_from)).exists():
-        # for checkpoints: a run may be loaded from another working directory
-        model["init_from"] = str(source.absolute())
     sections["model"] = _with_shape(model | {"kinds": kinds})
     train = sections["train"]
     given = {name: train[name] for name in ("steps", "tokens", "epochs") if train.get(name)}

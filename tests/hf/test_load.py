@@ -1809,9 +1809,13 @@ def test_hub_id_downloads_the_weights_only_to_load_them(tmp_path, monkeypatch):
     assert jaxlc.load("org/tiny").workdir == tmp_path / "cache"
     assert results_directory("org/tiny") == Path("runs/tiny/evals")
     assert results_directory("cache") == Path("cache/evals")
-    config = config_of("cache")  # checkpoints have paths that are valid in all directories
+    # checkpoints have paths that are valid in all directories
+    config = config_of("cache")
     assert config.model.init_from == str(tmp_path / "cache")
     assert config.data.tokenizer == str(tmp_path / "cache" / "tokenizer.json")
+    assert with_settings(config, {"data.tokenizer": "cache"}).data == dataclasses.replace(
+        config.data, tokenizer=str(tmp_path / "cache")
+    )
 
 
 def test_hub_that_cannot_be_reached_raises_one_line(tmp_path, monkeypatch):
