@@ -290,8 +290,9 @@ def export(
         the export. The files of `out` and a model card replace its content in one commit. Empty: none.
       public: a new model of the hub is public, instead of private.
     Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written, or a tensor
-        that was not trained is missing in the model that the run started from, or has changed.
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written or is a
+        mount point, another process exports to it, or a tensor that was not trained is missing in the model that the
+        run started from, or has changed.
       jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
     """
     if public and not push_to_hub:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds import projection_paths
@@ -145,7 +145,8 @@ def write_adapters(
         name: np.ascontiguousarray(array, np.float32)
         for name, array in _tensors(config, params, modules, trained)
     }
-    save_file(tensors, target / WEIGHTS_FILE)
+    # not save_file, whose error for a full disk is no OSError
+    (target / WEIGHTS_FILE).write_bytes(save(tensors))
     # the other parts of a model with images may have modules of these names
     names = sorted(targets)
     regex = rf"{re.escape(prefix)}.*\.({'|'.join(names)})" if targets and prefix else ""

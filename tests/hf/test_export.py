@@ -8,6 +8,7 @@ import operator
 import os
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -277,13 +278,19 @@ def test_config_json_of_minimax_m2_names_the_rotated_dimensions_and_no_code():
         assert settings_of(written, "config.json")["rope.fraction"] == fraction
 
 
-def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(
+    adapters, tmp_path, monkeypatch, capsys
+):
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    save_step_0(config_of(write_model(tmp_path / "model", "llama")), tmp_path / "run")
-    monkeypatch.setattr(TensorWriter, "write", write)
-    assert main(["jaxlc export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    config = config_of(write_model(tmp_path / "model", "llama"))
+    config.lora = dict(rank=2)
+    save_step_0(config, tmp_path / "run")
+    monkeypatch.setattr(*((Path, "write_bytes") if adapters else (TensorWriter, "write")), write)
+    command = ["jaxlc export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main([*command, f"--adapters={adapters}"]) == 1
     assert re.fullmatch(
         r"error: cannot write to .*\(No space left on device\): .*\n", capsys.readouterr().err
     )
