@@ -253,6 +253,44 @@ def test_kernels_need_a_fifth_of_the_launches_and_bytes(monkeypatch):
     assert 5 * num_bytes[0] < num_bytes[1]
 
 
+@pytest.mark.full
+@pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("ptxas")
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "key_dim", "value_dim", "corrects", "most_gigabytes"),
+    [
+        pytest.param(64, 8, 128, 64, False, 6.5, id="mamba2"),
+        pytest.param(32, 32, 128, 128, True, 32, id="kimi_delta"),
+    ],
+)
+def test_bytes_of_forms_without_kernel(
+    monkeypatch, heads, key_heads, key_dim, value_dim, corrects, most_gigabytes
+):
+    """Of 4,096 tokens with recomputation: arrays of groups are not transposed, no array of decays of pairs
+    of tokens and channels is stored, and decays of heads do not multiply the keys that they share."""
+    monkeypatch.undo()
+    sharding = jax.sharding.SingleDeviceSharding(topology("h100:1x1").devices[0])
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct((1, 4096, *shape), dtype, sharding=sharding)
+
+    keys, number = array("bfloat16", key_heads, key_dim), array("float32", heads)
+    gates = array("float32", heads, key_dim) if corrects else number
+    arrays = keys, keys, array("bfloat16", heads, value_dim), gates, number
+
+    def layer(*arrays):
+        def run(*arrays):
+            tokens = Tokens(*arrays, None, None, None)
+            how = dict(ranks=Ranks(CONTEXT, 1), num_fragments=1)
+            return sharded_rule.recurrence(tokens, Rule(1.0, corrects), **how)
+
+        out, vjp = jax.vjp(jax.checkpoint(run), *arrays)
+        return out, vjp(out)
+
+    compiled = jax.jit(layer).lower(*arrays).compile(compiler_options=dict(WITHOUT_GPU))
+    assert sum(kernel_bytes(analyze(compiled.as_text()))) < 1e9 * most_gigabytes
+
+
 if __name__ == "__main__":  # benchmarks/2026-11-29-delta-kernel.md
     for form, x in (("xla", False), ("pallas", True)):
         launches, num_bytes, temp_bytes = _figures(x, 32_768)

@@ -12,7 +12,7 @@ import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.attention.recurrence import chunks, sharded_rule, tiled_recurrence
-from jaxlc.attention.recurrence.chunks import unit_lower_inverse
+from jaxlc.attention.recurrence.kernel import unit_lower_inverse
 from jaxlc.attention.recurrence.sharded_recurrence import (
     Documents,
     Filter,

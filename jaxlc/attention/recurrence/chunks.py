@@ -23,7 +23,8 @@ recurrence over chunks has one product:
     out = (exp(G) q - scores w) S + scores u
     S' = exp(G_C) S - (kept^T w) S + kept^T u
 
-Without correction, u = beta v, and there is no w. Consecutive tokens map the state that enters them
+Without correction, u = beta v, and there is no w. The decays then multiply v and the outputs instead of
+keys and queries, and heads that share a key are columns of one state. Consecutive tokens map the state that enters them
 affinely: S' = M S + U. Documents are masks: a token reads only tokens and states of its own
 segment. Gates may be of any size, such as 0 and -1000 in a chunk. So G is two sums whose
 differences are accurate, one of integers (`_split`).
@@ -53,50 +54,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.recurrence import kernel
+from jaxlc.attention.recurrence.kernel import unit_lower_inverse
 from jaxlc.attention.state_passing import Affine, product
-
-
-@jax.custom_vjp
-def unit_lower_inverse(A: jax.Array) -> jax.Array:
-    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
-
-    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0],
-    [-Q' X P', Q']] with the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal
-    in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
-    """
-    inverse = jnp.ones((*A.shape[:-1], 1, 1), A.dtype)
-    size = 1
-    while size < A.shape[-1]:
-        first = inverse[..., 0::2, :, :]
-        second = inverse[..., 1::2, :, :]
-        below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
-        corner = -product("...ij,...jk->...ik", second, product("...ij,...jk->...ik", below, first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        size *= 2
-    return inverse[..., 0, :, :]
-
-
-def _inverse_forward(A):
-    inverse = unit_lower_inverse(A)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse, gradient):
-    """-inverse^T gradient inverse^T: two products instead of the derivative of the substitution."""
-    gradient = product("...ji,...jk->...ik", inverse, gradient)
-    return (-jnp.tril(product("...ij,...kj->...ik", gradient, inverse), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
-    """[..., C, C] -> [..., C / size, size, size]"""
-    num_blocks = A.shape[-1] // size
-    blocks = A.reshape(*A.shape[:-2], num_blocks, size, num_blocks, size)
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-
 
 CHUNK_TOKENS = 128
 
@@ -138,20 +97,24 @@ class _Chunks(NamedTuple):
     tokens.
     """
 
-    q: jax.Array  # [..., C, K]; outputs are q S + out
+    # [..., C, K]; outputs are q S + out. Without correction [N, B, G, C, K], and q S is multiplied by
+    # `since`
+    q: jax.Array
     out: jax.Array  # [..., C, V], float32 or wider, as decay and added
     # [..., states, states, 1 or channels], 0 if a document starts in the chunk; S' = decay S -
     # correction S + added
     decay: jax.Array
     correction: jax.Array | None  # [..., K, K]
-    added: jax.Array  # [..., K, V]
+    added: jax.Array  # [..., K, V]; without correction [N, B, G, K, H / G x V], see `_by_group`
+    # without correction, of each state: the decays since the start of the chunk [..., C, 1]
+    since: list[jax.Array] | None = None
 
 
 def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
     """The map of the states over all tokens, float32 or wider, and the outputs as functions of the
     state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q.
 
-    See `Affine`; M has a row for each state if nothing is corrected, and for each channel otherwise.
+    For rules with correction, see `sum_map`.
     """
     dtype = tokens.q_BLGK.dtype
     if has_kernel(tokens, rule):
@@ -162,15 +125,36 @@ def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
         return _map_of(own), out
     chunks = _chunks(tokens, rule)
     no_state = jnp.zeros_like(chunks.added[0])
-    if chunks.correction is not None:
-        columns, entering = _states(_identity(no_state), chunks, dtype)
-        return _map_of(columns), _outputs(chunks, entering, dtype)
-    total, before = _decays(chunks)
-    U, entering = _states(no_state, chunks, dtype)
-    by_state = chunks.q.reshape(*chunks.q.shape[:-1], before.shape[-1], -1)
-    q = product("nbhcik,nbhij->nbhcjk", by_state, before).reshape(chunks.q.shape).astype(dtype)
-    out = _outputs(chunks, entering, dtype)
-    return Affine(total, U), jnp.concatenate([q.swapaxes(0, 1), out], axis=-1)
+    columns, entering = _states(_identity(no_state), chunks, dtype)
+    return _map_of(columns), _outputs(chunks, entering, dtype)
+
+
+def sum_map(tokens: Tokens, rule: Rule) -> Affine:
+    """The map of the states over all tokens by a rule without correction: M has a row for each state."""
+    if tokens.prefixes_BLD is None:
+        return _sum_map(tokens)
+    chunks = _chunks(tokens, rule)
+    decay = chunks.decay[..., 0]
+    M = jnp.broadcast_to(jnp.eye(decay.shape[-1], dtype=decay.dtype), decay.shape[1:])
+    M, _ = lax.scan(lambda M, decay: (product("...ij,...jk->...ik", decay, M), None), M, decay)
+    U, _ = _states(jnp.zeros_like(chunks.added[0]), chunks, tokens.q_BLGK.dtype)
+    return Affine(M, _by_head(U, M.shape[1]))
+
+
+def _sum_map(tokens: Tokens) -> Affine:
+    """As `sum_map`, without prefixes: one product. Sums of gates from a token to the last one are accurate
+    where their exponential is not small.
+    """
+    segments_BL, g_BLH, v_BLHV = tokens.segments_BL, tokens.g_BLH, tokens.v_BLHV
+    last_B1 = segments_BL[:, -1:]
+    later_BLH = jnp.pad(lax.cumsum(g_BLH, 1, reverse=True)[:, 1:], [(0, 0), (0, 1), (0, 0)])
+    is_read_BL1 = (segments_BL == last_B1)[..., None]
+    factor_BLH = jnp.where(is_read_BL1, jnp.exp(later_BLH) * tokens.beta_BLH, 0)
+    added_BLGM = (factor_BLH[..., None] * v_BLHV).reshape(*tokens.k_BLGK.shape[:3], -1)
+    U = product("blgk,blgm->bgkm", tokens.k_BLGK, added_BLGM, tokens.k_BLGK.dtype)
+    passes_B1 = tokens.segment_before_B[:, None] == last_B1
+    M_BH = jnp.where(passes_B1, jnp.exp(later_BLH[:, 0] + g_BLH[:, 0]), 0)
+    return Affine(M_BH[..., None, None], _by_head(U, v_BLHV.shape[2]))
 
 
 def _identity(no_state: jax.Array) -> jax.Array:
@@ -185,21 +169,31 @@ def _map_of(columns: jax.Array) -> Affine:
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
-def _decays(chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
-    """The decay of the states over all chunks [B, H, states, states], and over those before each
-    chunk [N, ...].
-    """
-    decay = chunks.decay[..., 0]
-    first = jnp.broadcast_to(jnp.eye(decay.shape[-1], dtype=decay.dtype), decay.shape[1:])
-    return lax.scan(lambda M, decay: (product("...ij,...jk->...ik", decay, M), M), first, decay)
-
-
 def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
     """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of
     states.
     """
-    out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
-    return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+    if chunks.since is None:
+        out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
+        return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+    out = chunks.out
+    for since, state in zip(chunks.since, jnp.split(entering, len(chunks.since), axis=-2)):
+        out += since * _by_head(product("nbgck,nbgkm->nbgcm", chunks.q, state, dtype), out.shape[2])
+    return out.astype(dtype).swapaxes(0, 1)
+
+
+def _by_group(x: jax.Array, num_groups: int) -> jax.Array:
+    """[..., H, n, V] -> [..., G, n, H / G x V]: the heads that share a key as columns of one head."""
+    *dims, num_heads, rows, width = x.shape
+    x = x.reshape(*dims, num_groups, num_heads // num_groups, rows, width)
+    return x.swapaxes(-3, -2).reshape(*dims, num_groups, rows, -1)
+
+
+def _by_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """The inverse of `_by_group`."""
+    *dims, num_groups, rows, _ = x.shape
+    x = x.reshape(*dims, num_groups, rows, num_heads // num_groups, -1)
+    return x.swapaxes(-3, -2).reshape(*dims, num_heads, rows, -1)
 
 
 def _add_last(x: jax.Array, added: jax.Array) -> jax.Array:
@@ -213,9 +207,16 @@ def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Ar
     for products.
 
     Args:
-      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
+      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V]; without correction, see `_by_group`.
     """
-    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, dtype)
+    decay = chunks.decay[..., None]
+    if chunks.since is not None:
+        flat = decay.reshape(*decay.shape[:3], -1, 1)
+        flat = jnp.broadcast_to(flat, (*flat.shape[:-1], chunks.out.shape[-1]))
+        num_groups = chunks.added.shape[2]
+        shape = *decay.shape[:2], num_groups, *decay.shape[3:6], -1
+        decay = _by_group(flat, num_groups).reshape(shape)
+    return _recurrence(first, decay, chunks.correction, chunks.added, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -234,15 +235,13 @@ def _recurrence_backward(dtype, residuals, gradients):
     """
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
-    transposed = decay.swapaxes(-2, -3)
+    transposed = decay.swapaxes(-3, -4)
     dfirst, dleaving = _scan_chunks(dlast, transposed, correction, dentering, dtype, backwards=True)
     by_state = [
-        x.reshape(*x.shape[:3], decay.shape[-2], -1, x.shape[-1]) for x in (dleaving, entering)
+        x.reshape(*x.shape[:3], decay.shape[3], -1, x.shape[-1]) for x in (dleaving, entering)
     ]
-    if decay.shape[-1] == 1:
-        ddecay = product("nbhikm,nbhjkm->nbhij", *by_state)[..., None]
-    else:
-        ddecay = product("nbhikm,nbhjkm->nbhijk", *by_state)
+    kept = "".join(name for name, size in zip("km", decay.shape[-2:]) if size > 1)
+    ddecay = product(f"nbhikm,nbhjkm->nbhij{kept}", *by_state).reshape(decay.shape)
     dcorrection = None
     if correction is not None:
         dcorrection = -product("nbhim,nbhjm->nbhij", dleaving, entering, dtype)
@@ -299,26 +298,10 @@ def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, j
         return out, S_BHKV
     chunks = _chunks(tokens, rule)
     dtype = tokens.q_BLGK.dtype
-    S_BHKV, entering = _states(S_BHKV, chunks, dtype)
-    return _in_order(_outputs(chunks, entering, dtype)), S_BHKV
-
-
-def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
-    """As `outputs`, of one token that is not padding, L = 1."""
-    num_heads = tokens.v_BLHV.shape[2]
-    q_BHK, k_BHK = (
-        jnp.repeat(x[:, 0], num_heads // x.shape[2], axis=1).astype(S_BHKV.dtype)
-        for x in (tokens.q_BLGK, tokens.k_BLGK)
-    )
-    v_BHV = tokens.v_BLHV[:, 0].astype(S_BHKV.dtype)
-    decay_BH = jnp.exp(tokens.g_BLH[:, 0])
-    S_BHKV = decay_BH.reshape(*decay_BH.shape[:2], -1, 1) * S_BHKV
-    new_BHV = v_BHV - product("bhk,bhkv->bhv", k_BHK, S_BHKV) if rule.corrects else v_BHV
-    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * new_BHV)[..., None, :]
-    out_BHV = rule.scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
-    if tokens.skip_BLH is not None:
-        out_BHV += tokens.skip_BLH[:, 0, :, None] * v_BHV
-    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
+    S = S_BHKV if rule.corrects else _by_group(S_BHKV, chunks.added.shape[2])
+    S, entering = _states(S, chunks, dtype)
+    out = _in_order(_outputs(chunks, entering, dtype))
+    return out, S if rule.corrects else _by_head(S, S_BHKV.shape[1])
 
 
 def has_kernel(tokens: Tokens, rule: Rule) -> bool:
@@ -374,6 +357,9 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     ]
     is_padding = segments[..., None] == 0
     q = jnp.where(is_padding, 0, q * rule.scale)
+    skip = 0
+    if tokens.skip_BLH is not None:
+        skip = jnp.where(is_padding, 0, of_each_token(tokens.skip_BLH) * v)
     prefixes = () if tokens.prefixes_BLD is None else _levels(cut(tokens.prefixes_BLD)[:, :, None])
     paths = _paths(segments, before, prefixes)
     if prefixes or g.shape[-1] == 1:
@@ -383,41 +369,81 @@ def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
     else:
         G = jnp.cumsum(g, axis=-2)
 
-    decay = jnp.exp(G.sum(0))
-    since_start = [jnp.where(enters[..., None], decay, 0) for enters in paths.enters]
+    total = jnp.exp(G.sum(0))
+    since_start = [jnp.where(enters[..., None], total, 0) for enters in paths.enters]
     factors = [[_at(since, last) for since in since_start] for last in paths.last]
     for state, last in enumerate(paths.last):
         if last is not None:
             passes = 1 - last.sum(-1, keepdims=True).astype(wide)
             factors[state][state] = jnp.broadcast_to(passes, factors[state][state].shape)
     until_end = _until_end(G, paths)
+    decay = jnp.stack([jnp.stack(row, -2) for row in factors], -3)
+    if not rule.corrects:
+        u = v * beta
+        out = _decayed_sums(q, k, G, u, paths.visible)
+        kept = [_by_group(factor * u, k.shape[2]) for factor in until_end]
+        added = [product("nbgck,nbgcm->nbgkm", k, x, dtype) for x in kept]
+        return _Chunks(q, out + skip, decay, None, jnp.concatenate(added, axis=-2), since_start)
+
     scores, kk = _decayed_products([q, k], k, G, paths, segments, prefixes)
     q, k = (jnp.repeat(x, num_heads // x.shape[2], axis=2) for x in (q, k))
 
     def columns(x, factors):  # of all states
         return jnp.concatenate([x * factor for factor in factors], axis=-1)
 
-    kept, q_since = columns(k, until_end), columns(q, since_start)
-    if rule.corrects:
-        inverse = unit_lower_inverse(jnp.tril(kk * beta, -1))
-        u = product("...ij,...jv->...iv", inverse, v * beta)
-        w = product(
-            "...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start])
-        )
-        q_since = q_since - product("...ij,...jk->...ik", scores, w, dtype)
-        correction = product("...ck,...cm->...km", kept, w, dtype).astype(dtype)
-    else:
-        u, correction = v * beta, None
-    out = product("...ij,...jv->...iv", scores, u, dtype)
-    if tokens.skip_BLH is not None:
-        out += jnp.where(is_padding, 0, of_each_token(tokens.skip_BLH) * v)
+    kept = columns(k, until_end)
+    inverse = unit_lower_inverse(jnp.tril(kk * beta, -1))
+    u = product("...ij,...jv->...iv", inverse, v * beta)
+    w = product("...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start]))
+    q_since = columns(q, since_start) - product("...ij,...jk->...ik", scores, w, dtype)
     return _Chunks(
         q=q_since.astype(dtype),
-        out=out,
-        decay=jnp.stack([jnp.stack(row, -2) for row in factors], -3),
-        correction=correction,
+        out=product("...ij,...jv->...iv", scores, u, dtype) + skip,
+        decay=decay,
+        correction=product("...ck,...cm->...km", kept, w, dtype).astype(dtype),
         added=product("...ck,...cv->...kv", kept, u, dtype),
     )
+
+
+@jax.custom_vjp
+def _decayed_sums(q, k, G, u, visible):
+    """The sums of (q_i . k_j) exp(G_i - G_j) u_j over the tokens j that token i reads, float32 or wider,
+    for a gate per head.
+    """
+    return _sums_forward(q, k, G, u, visible)[0]
+
+
+def _decayed_scores(q, k, G, visible):
+    """The factors of u [N, B, H, C, C], and exp(G_i - G_j)."""
+    decay = _decays_between(G.mT, G, visible)
+    scores = product("...ik,...jk->...ij", q, k, k.dtype)
+    return jnp.repeat(scores, decay.shape[2] // k.shape[2], axis=2) * decay, decay
+
+
+def _sums_forward(q, k, G, u, visible):
+    scores, _ = _decayed_scores(q, k, G, visible)
+    out = product("...ij,...jv->...iv", scores, u, k.dtype)
+    return out, (q, k, G, u, visible)
+
+
+def _sums_backward(residuals, dout):
+    """Each kernel that reads dscores [N, B, H, C, C] computes decays from G: no array of that size is stored
+    for them.
+    """
+    q, k, G, u, visible = residuals
+    dtype = k.dtype
+    scores, decay = _decayed_scores(q, k, G, visible)
+    du = product("...ij,...iv->...jv", scores, dout, dtype)
+    dscores = product("...iv,...jv->...ij", dout, u, dtype)
+    dG = jnp.tril(dscores * scores, -1)  # the diagonal, which does not depend on G, would cancel
+    dG = (dG.sum(-1) - dG.sum(-2))[..., None]
+    dscores = (dscores * decay).reshape(*k.shape[:3], -1, *dscores.shape[-2:]).sum(3)
+    dq = product("...ij,...jk->...ik", dscores, k, dtype)
+    dk = product("...ij,...ik->...jk", dscores, q, dtype)
+    return dq.astype(dtype), dk.astype(dtype), jnp.broadcast_to(dG, G.shape), du, None
+
+
+_decayed_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _split(g: jax.Array, dtype) -> jax.Array:
@@ -525,11 +551,21 @@ def _products_by_channel(
 @jax.custom_vjp
 def _direct_products(x, k, G, visible):
     """As `_products_by_channel`, of blocks [..., c, K], with all exponentials at once."""
-    return (x[..., :, None, :] * k[..., None, :, :] * _exponentials(G, visible)).sum(-1)
+    decays = _exponentials(G, visible, len(x))
+    return jnp.stack([
+        (one[..., :, None, :] * k[..., None, :, :] * decay).sum(-1) for one, decay in zip(x, decays)
+    ])  # fmt: skip
 
 
-def _exponentials(G, visible):
-    return _decays_between(G[..., None, :, :], G[..., :, None, :], visible[..., None])
+def _exponentials(G, visible, times):
+    """The exponentials for each of several sums. They are equal, but behind barriers: XLA would store
+    what several sums share, which is much larger than their operands. It would store zeros, too, which
+    a scan hoists: so not `_decays_between`.
+    """
+    for _ in range(times):
+        G = lax.optimization_barrier(G)
+        difference = (G[..., :, None, :] - G[..., None, :, :]).sum(0)
+        yield visible[..., None] * jnp.exp(jnp.minimum(difference, 0))
 
 
 def _direct_forward(x, k, G, visible):
@@ -537,11 +573,13 @@ def _direct_forward(x, k, G, visible):
 
 
 def _direct_backward(residuals, gradient):
-    """The exponentials are computed again: they would take much more memory than the operands."""
     x, k, G, visible = residuals
-    weighted = gradient[..., None] * _exponentials(G, visible)
-    dx = (weighted * k[..., None, :, :]).sum(-2)
-    dk = (weighted * x[..., :, None, :]).sum(-3).sum(0)
+    *decays, last = _exponentials(G, visible, len(x) + 1)
+    dx = jnp.stack([
+        (one[..., None] * k[..., None, :, :] * decay).sum(-2) for one, decay in zip(gradient, decays)
+    ])  # fmt: skip
+    of_pairs = sum(one[..., None] * own[..., :, None, :] for one, own in zip(gradient, x))
+    dk = (of_pairs * last).sum(-3)
     dG = (x * dx).sum(0) - k * dk
     return dx.astype(x.dtype), dk.astype(k.dtype), jnp.broadcast_to(dG, G.shape), None
 
@@ -600,7 +638,7 @@ def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
 def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
     """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H,
-    states, states, 1 or K].
+    states, states, 1 or K, 1 or V].
     """
-    states = S.reshape(*S.shape[:2], 1, decay.shape[-2], -1, S.shape[-1])
-    return (decay[..., None] * states).sum(3).reshape(S.shape)
+    states = S.reshape(*S.shape[:2], 1, decay.shape[3], -1, S.shape[-1])
+    return (decay * states).sum(3).reshape(S.shape)

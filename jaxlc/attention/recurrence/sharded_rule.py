@@ -4,7 +4,8 @@ attention, which check their arguments and split arrays over the mesh.
 The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the
 affine map of each group, and its outputs as functions of the state that enters it. Then follow a
 scan over the maps of a fragment, one exchange between ranks, and one product for the outputs. So
-there are as many sequential steps as chunks in a group, and as groups, not as many as chunks.
+there are as many sequential steps as chunks in a group, and as groups, not as many as chunks. Without
+correction, the maps need few products, and outputs are computed from the states that enter the groups.
 Groups are recomputed in the backward pass.
 """
 
@@ -20,7 +21,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.kernels import packed_check
 from jaxlc.attention.recurrence import chunks
-from jaxlc.attention.recurrence.chunks import Rule, Tokens, has_kernel, map_and_reads, read
+from jaxlc.attention.recurrence.chunks import (
+    Rule,
+    Tokens,
+    has_kernel,
+    map_and_reads,
+    outputs,
+    read,
+    sum_map,
+)
 from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
     Affine,
@@ -28,6 +37,7 @@ from jaxlc.attention.state_passing import (
     entering_states,
     fragments_of,
     predecessors,
+    product,
 )
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
 from jaxlc.attention.strategies.strategy import (
@@ -70,9 +80,8 @@ def recurrence_in_groups(
     fragment_GB: jax.Array | None = None,
 ) -> jax.Array:
     """The outputs [G, B, g, H, V] of groups of tokens, arrays [G, B, g, ...]. See `entering_states`."""
-    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
-    maps, reads = _maps_and_reads(groups, rule, at_once)
-    return _outputs(reads, entering_states(maps, ranks, num_fragments, fragment_GB), at_once)
+    maps, read_all = _maps_and_reader(groups, rule)
+    return read_all(entering_states(maps, ranks, num_fragments, fragment_GB))
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
@@ -87,17 +96,34 @@ def continued_recurrence(
     """
     groups = _groups_of_rank(tokens, ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    at_once = groups_at_once(*groups.v_BLHV.shape[:3], kernel_tokens(groups, rule))
-    maps, reads = _maps_and_reads(groups, rule, at_once)
+    maps, read_all = _maps_and_reader(groups, rule)
     states, state = continued_states(maps, initial_bHKV, ranks)
-    return _in_order(_outputs(reads, states, at_once), tokens.q_BLGK.shape[1], 1), state
+    return _in_order(read_all(states), tokens.q_BLGK.shape[1], 1), state
+
+
+def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """As `chunks.outputs`, of one token that is not padding, L = 1."""
+    num_heads = tokens.v_BLHV.shape[2]
+    q_BHK, k_BHK = (
+        jnp.repeat(x[:, 0], num_heads // x.shape[2], axis=1).astype(S_BHKV.dtype)
+        for x in (tokens.q_BLGK, tokens.k_BLGK)
+    )
+    v_BHV = tokens.v_BLHV[:, 0].astype(S_BHKV.dtype)
+    decay_BH = jnp.exp(tokens.g_BLH[:, 0])
+    S_BHKV = decay_BH.reshape(*decay_BH.shape[:2], -1, 1) * S_BHKV
+    new_BHV = v_BHV - product("bhk,bhkv->bhv", k_BHK, S_BHKV) if rule.corrects else v_BHV
+    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * new_BHV)[..., None, :]
+    out_BHV = rule.scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
+    if tokens.skip_BLH is not None:
+        out_BHV += tokens.skip_BLH[:, 0, :, None] * v_BHV
+    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
 def groups_at_once(
     num_groups: int, num_sequences: int, group_tokens: int, most_tokens: int | None = None
 ) -> int:
-    """Groups that are computed at once. The batches are few, and equal if that divides the number of
-    groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
+    """Groups that are computed at once, at most; with as many in each batch, batches are few. They are equal
+    (`_in_batches`): XLA compiles a smaller last batch for minutes, with all that computes its operands."""
     most_tokens = most_tokens or _GROUPS_AT_ONCE * GROUP_TOKENS
     most = max(1, most_tokens // (num_sequences * group_tokens))
     return math.ceil(num_groups / math.ceil(num_groups / most))
@@ -110,15 +136,33 @@ def kernel_tokens(tokens: Tokens, rule: Rule) -> int | None:
     return _KERNEL_ENTRIES // entries if has_kernel(tokens, rule) else None
 
 
-def _maps_and_reads(groups: Tokens, rule: Rule, at_once: int) -> tuple[Affine, jax.Array]:
-    """`map_and_reads` of groups, arrays [G, B, g, ...]."""
+def _maps_and_reader(groups: Tokens, rule: Rule) -> tuple[Affine, Callable[[jax.Array], jax.Array]]:
+    """The maps of groups, arrays [G, B, g, ...], and the function from the states that enter them to
+    their outputs.
+
+    Without correction, groups are read again for the outputs, since maps alone need few products.
+    """
+    sizes = groups.v_BLHV.shape[:3]
+    each = functools.partial(_in_batches, groups_at_once(*sizes, kernel_tokens(groups, rule)))
+    if not rule.corrects:
+        run = jax.checkpoint(lambda pair: outputs(*pair, rule)[0])
+        maps = each(jax.checkpoint(functools.partial(sum_map, rule=rule)), groups)
+        return maps, lambda states: each(run, (groups, states))
     run = jax.checkpoint(functools.partial(map_and_reads, rule=rule))
-    return lax.map(run, groups, batch_size=at_once)
+    maps, reads = each(run, groups)
+    return maps, lambda states: each(lambda pair: read(*pair), (reads, states))
 
 
-def _outputs(reads: jax.Array, states: jax.Array, at_once: int) -> jax.Array:
-    """The outputs of groups, from the states that enter them."""
-    return lax.map(lambda pair: read(*pair), (reads, states), batch_size=at_once)
+def _in_batches(most: int, function: Callable, groups: Any) -> Any:
+    """`function` of groups, trees of arrays [G, B, ...], of at most `most` groups at once, as sequences:
+    `vmap` of loops would transpose their arrays.
+    """
+    num_groups, num_sequences = jax.tree.leaves(groups)[0].shape[:2]
+    at_once = max(n for n in range(1, most + 1) if num_groups % n == 0)
+    batches = jax.tree.map(lambda x: x.reshape(-1, at_once * num_sequences, *x.shape[2:]), groups)
+    return jax.tree.map(
+        lambda x: x.reshape(num_groups, num_sequences, *x.shape[2:]), lax.map(function, batches)
+    )
 
 
 def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
@@ -130,6 +174,8 @@ def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
         tokens = tokens._replace(segments_BL=jnp.ones((num_sequences, num_tokens), jnp.int32))
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
+    if num_groups > _GROUPS_AT_ONCE:  # a prime number would have batches of one group
+        num_groups += num_groups % 2
     fragments = fragments_of(tokens, num_fragments)
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
     groups = [groups_of(*pair, num_groups) for pair in zip(fragments, before)]

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.query_tiles import tiles_of
-from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs, sum_map
 from jaxlc.attention.recurrence.convolution import Tail, tails_before
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
@@ -159,7 +159,9 @@ def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Ru
     k, v = _filtered(operands[1:3], before[1:], operands.filters[1:], segments)
     # the map does not depend on q
     groups = _groups(operands, unit_lengths(rule, k, k, v), segments, rule)
-    run_group = jax.checkpoint(lambda tokens: map_and_reads(tokens, rule)[0])
+    run_group = jax.checkpoint(
+        lambda tokens: map_and_reads(tokens, rule)[0] if rule.corrects else sum_map(tokens, rule)
+    )
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(run_group, groups))
     return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)
