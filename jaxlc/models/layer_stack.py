@@ -233,7 +233,8 @@ RunLayer = Callable[..., tuple[LayerOutput, Any]]
 class Remat(NamedTuple):
     """How the decoder wraps its layers in `jax.checkpoint`; `step.remat.make_remat` returns it."""
 
-    wrap_layer: Callable[[Callable], Callable]  # wraps the function of one layer
+    # Wraps the function of one layer; with `in_loop=True`, of the only layer of an iteration of a loop.
+    wrap_layer: Callable[..., Callable]
     # wraps the function of `layers_per_group` layers, if that is not 1
     wrap_group: Callable[[Callable], Callable]
     layers_per_group: int
@@ -330,8 +331,12 @@ def run_stack(
             layer_def, params, x_BTD, tokens, ranges[place.kind], prefetch, shard=shard
         )
 
-    run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}
-    if len(places) > 1 or segment.num_layers == 1:
+    is_loop_of_one = len(places) == 1 and segment.num_layers > 1
+    wrap_layer = functools.partial(
+        remat.wrap_layer, in_loop=is_loop_of_one and remat.layers_per_group == 1
+    )
+    run_kind = {place.kind: wrap_layer(functools.partial(run_one, place)) for place in places}
+    if not is_loop_of_one:
         run_kind = {kind: _in_backward_order(run) for kind, run in run_kind.items()}
     if remat.layers_per_group > 1:
         size = segment.remat_group(remat.layers_per_group)
@@ -351,7 +356,7 @@ def run_stack(
             for place in places
         ]
         runs, params = (
-            [_in_backward_order(remat.wrap_layer(run)) for run in place_runs],
+            [_in_backward_order(wrap_layer(run)) for run in place_runs],
             stacks.grouped(places),
         )
     if shard.weights_on_host:

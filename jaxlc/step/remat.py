@@ -37,7 +37,7 @@ def make_remat(memory: MemoryConfig, num_compiled: int = 1) -> Remat:
     independent of what `memory` saves.
     """
     if memory.remat == "none":
-        return Remat(lambda layer: layer, lambda group: group, 1)
+        return Remat(lambda layer, in_loop=False: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
         return Remat(
             _checkpoint(memory, memory.save, memory.offload, num_compiled), lambda group: group, 1
@@ -67,9 +67,13 @@ def _checkpoint(
         policy = jax.checkpoint_policies.save_from_both_policies(
             policy, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
-    return lambda layer: jax.checkpoint(
-        layer, policy=policy, prevent_cse=_needs_barriers(num_compiled)
-    )
+
+    def wrap_layer(layer: Callable, in_loop: bool = False) -> Callable:
+        # Barriers would copy the float32 weights of the layer out of their stack.
+        needs_barriers = _needs_barriers(num_compiled) and not in_loop
+        return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
+
+    return wrap_layer
 
 
 def _needs_barriers(num_compiled: int) -> bool:

@@ -98,7 +98,11 @@ def context_of(model, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: 
         run_layer=run_layer_of(model),
         ranges=dict.fromkeys(model.used_kinds, [None]),
         shard=Sharder(small_mesh() if mesh is None else mesh),
-        remat=Remat(wrap_layer=remat, wrap_group=lambda group: group, layers_per_group=1),
+        remat=Remat(
+            wrap_layer=lambda layer, in_loop: remat(layer),
+            wrap_group=lambda group: group,
+            layers_per_group=1,
+        ),
         compute_dtype=compute_dtype,
     )
 
