@@ -2,8 +2,9 @@
 
     python -m benchmarks.row_plans
     python -m benchmarks.row_plans --rows=hybrid runtime.delta_kernel=pallas
+    python -m benchmarks.row_plans --rows=mamba2,kimi_delta,latent
 
-The steps are AOT-compiled for one H100, for 10 to 60 seconds each.
+The steps are AOT-compiled for one H100, for 10 to 60 seconds each; `kimi_delta` for 2 minutes.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from benchmarks.gpu_comparison import ROWS, setting_value
+from benchmarks.gpu_comparison import ROWS, Row, setting_value
 from jaxlc.config import Config, load, with_settings
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
@@ -25,6 +26,23 @@ from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.step import build_step
 
 _LOOPS = ("while", "call")
+# Kinds of layers that no row of the comparison has.
+_KINDS = dict(
+    mamba2=Row(
+        title="Nemotron 3 Nano: two layers of Mamba-2, one of experts, one of attention",
+        preset="nemotron-3-nano-30b-a3b", num_tokens=32_768, tiny={},
+        model=dict(num_layers=4, layer_kinds=("mamba", "moe", "mamba", "attention")),
+    ),
+    kimi_delta=Row(
+        title="Kimi Linear: three dense layers of Kimi Delta Attention, one of latents and experts",
+        preset="kimi-linear-48b-a3b", num_tokens=32_768, tiny={},
+        model=dict(num_layers=4, layer_kinds=(*["dense_kimi_delta"] * 3, "latent_nope")),
+    ),
+    latent=Row(
+        title="DeepSeek V2 Lite, 4 layers", preset="deepseek-v2-lite", num_tokens=32_768, tiny={},
+        model=dict(num_layers=4),
+    ),
+)  # fmt: skip
 
 
 def kernel_bytes(program: AnalyzedProgram) -> Iterator[int]:
@@ -42,7 +60,7 @@ def kernel_bytes(program: AnalyzedProgram) -> Iterator[int]:
 
 def config_of(name: str, settings: Mapping[str, Any]) -> Config:
     """The settings of `benchmarks.gpu_comparison` for a row, and others by their paths."""
-    row = ROWS[name]
+    row = (ROWS | _KINDS)[name]
     sections = dict(
         model=dict(preset=row.preset, **row.model),
         data=dict(seq_len=row.num_tokens),
