@@ -16,6 +16,10 @@ MUON_PARITY = 1e-4
 # Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 2e-5 between one device and tiles, of
 # which 1.9e-5 are errors of one device. Of kimi_delta, 1.03e-5 in a convolution between one device and context=4.
 FLOAT32_DECAY_GRADIENT = 2e-5
+# The same of mamba2 with the norm before the gate, which makes outputs independent of a factor of the state, so that
+# the terms cancel further: 2e-5 between one device and ulysses. Compared with float64, one device has an error of
+# 2e-5, where all tokens are in one sum, and ulysses, a ring with tiles and hybrid have 3e-6 to 5e-6.
+FLOAT32_NORMED_DECAY_GRADIENT = 3e-5
 # bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded, sums are float32: a
 # few roundings for an attention output, and a few per layer for a parameter's gradient. Neither depends on the number
 # of ring steps.

@@ -33,6 +33,7 @@ from tests.step.synthetic import (
 from tests.tolerances import (
     BFLOAT16_GRADIENT,
     FLOAT32_DECAY_GRADIENT,
+    FLOAT32_NORMED_DECAY_GRADIENT,
     FLOAT32_PARITY,
     max_relative_error,
 )
@@ -305,7 +306,8 @@ def test_mamba2_layers_equal_one_device(strategy, axes, memory, norm):
     """With fewer groups than tensor ranks, or as many."""
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     model = MAMBA | dict(mamba2=MAMBA["mamba2"] | dict(norm=norm))
-    _assert_same(axes, FLOAT32_PARITY, split=split, memory=memory, model=model)
+    tolerance = FLOAT32_NORMED_DECAY_GRADIENT if norm == "before_gate" else FLOAT32_PARITY
+    _assert_same(axes, tolerance, split=split, memory=memory, model=model)
 
 
 KIMI_DELTAS = [
