@@ -174,8 +174,7 @@ def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
         tokens = tokens._replace(segments_BL=jnp.ones((num_sequences, num_tokens), jnp.int32))
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
-    if num_groups > _GROUPS_AT_ONCE:  # a prime number would have batches of one group
-        num_groups += num_groups % 2
+    num_groups += -num_groups % groups_at_once(num_groups, num_sequences, GROUP_TOKENS)
     fragments = fragments_of(tokens, num_fragments)
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
     groups = [groups_of(*pair, num_groups) for pair in zip(fragments, before)]
