@@ -57,6 +57,7 @@ class Position:
     num_tokens: int = 0  # of these steps, over all devices, padding included
     evaluation: Evaluation | None = None  # None: the parameters were not evaluated
     rows: Sequence[dict[str, Any]] = ()  # of metrics.jsonl, which may not have them yet
+    loads: Sequence[dict[str, Any]] = ()  # the same of expert_loads.jsonl
 
 
 class Action(NamedTuple):

@@ -58,7 +58,7 @@ from jaxlc.train.reports.manifest import (
 from jaxlc.train.reports.metrics import MetricsLog, WandbWriter, open_metrics
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.run_report import step_lines
-from jaxlc.train.reports.step_reports import StepReports
+from jaxlc.train.reports.step_reports import StepReports, write_lost_files
 from jaxlc.train.result import Result
 from jaxlc.train.stage import StageRun, open_workdir
 from jaxlc.train.stage_setup import (
@@ -338,6 +338,8 @@ def _open_metrics(
     workdir = outputs.workdir
     config = stages[0].config
     stage = stage_until(stages, position.step)
+    if is_primary:
+        write_lost_files(stage, workdir, position)
     if is_primary and config.train.wandb_project:
         run_id = read_manifest(workdir)["run_id"]
         settings = stored_settings(workdir)
@@ -412,7 +414,9 @@ def _train(
             reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
                 reports.fetch_last(step)
-            position = run_due(saves, replace(position, rows=reports.rows), stop)
+            position = run_due(
+                saves, replace(position, rows=reports.rows, loads=reports.loads), stop
+            )
             profiled_step.stop(step, position.state)
             reports.write()
             position, stop = _run_actions(run, reports, position, stop)
@@ -447,7 +451,9 @@ def _run_actions(
 def _save_last(run: StageRun, reports: StepReports, position: Position) -> Position:
     """Saves and reports a step that has become the last one of the run."""
     reports.fetch_last(position.step)
-    position = run_due(run.saves, replace(position, rows=reports.rows), Stop.DONE)
+    position = run_due(
+        run.saves, replace(position, rows=reports.rows, loads=reports.loads), Stop.DONE
+    )
     reports.write()
     return position
 

@@ -280,6 +280,7 @@ class StageRun(Outputs):
             config=to_dict(stage.config),
             stage=dict(name=stage.name, first_step=stage.first_step),
             rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
+            loads=position.loads,
             **{EVALUATED: stage.evaluations_due(position.step)},
             **base_meta(stage.step, position.state.params),
             **self._rollouts_meta(position.step, every),

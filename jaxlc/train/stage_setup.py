@@ -400,7 +400,11 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     stage = stage_after(stages, step)
     num_tokens = meta.get("num_tokens", num_tokens_until(stages, step))
     position = functools.partial(
-        Position, step=step, num_tokens=num_tokens, rows=meta.get("rows", ())
+        Position,
+        step=step,
+        num_tokens=num_tokens,
+        rows=meta.get("rows", ()),
+        loads=meta.get("loads", ()),
     )
     if 0 < step == stage.first_step:
         if (before := stage_until(stages, step)).missing_evaluations(step, outputs.checkpoints):

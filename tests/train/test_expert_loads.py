@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.train.reports.run_report import LOADS_FILE, is_recorded, write_loads
+from jaxlc.train.reports.run_report import LOADS_FILE, is_recorded, loads_row, write_loads
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_is_recorded_limits_the_rows_of_a_run(every, end_step, num_rows):
 
 def test_write_loads_has_a_row_per_step_also_after_a_resume(tmp_path):
     for step, load in ((1, 0.123456), (3, 1.0), (4, 1.0), (3, 2.0)):
-        write_loads(tmp_path, step, np.full((2, 4), load))
+        write_loads(tmp_path, loads_row(step, np.full((2, 4), load)))
     rows = [json.loads(line) for line in (tmp_path / LOADS_FILE).read_text().splitlines()]
     assert rows == [
         dict(step=1, loads=[[0.1235] * 4] * 2),

@@ -34,6 +34,7 @@ from jaxlc.posttrain.agents import Answer, rewards_of
 from jaxlc.posttrain.rollouts import _call
 from jaxlc.posttrain.traces import open_prompts, open_traces
 from jaxlc.train.reports.metrics import METRICS_FILE
+from jaxlc.train.reports.run_report import LOADS_FILE
 from scripts import kill_drill
 from scripts.stand_in_server import StandIn
 from tests.step.synthetic import make_batch
@@ -448,6 +449,12 @@ def test_rollouts_of_experts_are_replayed_and_scored(rollouts, tmp_path):
     files = dict(rollouts__source="files", rollouts__directory=workdir / "rollouts")
     train(config, tmp_path / "files", **settings | files | dict(train__steps=2))
     assert [row for row in rows(tmp_path / "files") if "loss" in row] == losses
+    reports = [tmp_path / "files" / name for name in (LOADS_FILE, "decoded_rollouts/2.jsonl")]
+    texts = [path.read_text() for path in reports]
+    reports[0].write_text(texts[0].splitlines(keepends=True)[0])
+    reports[1].unlink()  # a run that was killed after its last checkpoint
+    train(config, tmp_path / "files", **settings | files | dict(train__steps=2))
+    assert [path.read_text() for path in reports] == texts
     source, scored = workdir / "rollouts/2.parquet", tmp_path / "scored.jsonl"
     command = ["jaxlc logprobs", str(workdir), str(source), str(scored), "--step=1", "--experts"]
     assert logprobs_main(command) == 0

@@ -7,6 +7,7 @@ figures, a summary that is printed, and the loads of all experts over the run, w
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -318,16 +319,20 @@ def is_recorded(step: int, every: int, end_step: int) -> bool:
     return step == end_step or (step - 1) // interval != (step - 1 - every) // interval
 
 
-def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
-    """Adds the loads of a step, as multiples of the mean load of the experts of a layer, after those
-    of earlier steps; other rows, of a run that was killed after its last checkpoint, are dropped.
+def loads_row(step: int, load_LE: np.ndarray) -> dict[str, Any]:
+    """The loads of a step, as multiples of the mean load of the experts of a layer."""
+    loads = [[float(f"{load:.4g}") for load in load_E] for load_E in load_LE]
+    return dict(step=step, loads=loads)
+
+
+def write_loads(workdir: Path, row: dict[str, Any]) -> None:
+    """Adds a row of `loads_row` after those of earlier steps; other rows, of a run that was killed
+    after its last checkpoint, are dropped.
     """
     path = workdir / LOADS_FILE
-    loads = [[float(f"{load:.4g}") for load in load_E] for load_E in load_LE]
-    rows = [row for row in read_json_lines(path) if row["step"] < step]
+    rows = [earlier for earlier in read_json_lines(path) if earlier["step"] < row["step"]]
     with replacing(path) as out:
-        for row in [*rows, dict(step=step, loads=loads)]:
-            out.write(json.dumps(row).encode() + b"\n")
+        out.writelines(json.dumps(row).encode() + b"\n" for row in [*rows, row])
 
 
 LOSS_PLOT = "loss.png"

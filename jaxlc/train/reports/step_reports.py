@@ -5,19 +5,21 @@ not finite.
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxlc.posttrain.rollouts import DECODED, write_rollouts
+from jaxlc.posttrain.rollouts import DECODED, RolloutSequences, write_rollouts
 from jaxlc.step.loss import ExpertMetrics
 from jaxlc.step.precision import is_retried
 from jaxlc.step.step import StepMetrics
-from jaxlc.train.callbacks import TrainingStopped, is_period
+from jaxlc.train.callbacks import Position, TrainingStopped, is_period
 from jaxlc.train.reports.metrics import PendingMetrics
-from jaxlc.train.reports.run_report import is_recorded, write_loads
+from jaxlc.train.reports.run_report import is_recorded, loads_row, write_loads
 from jaxlc.train.stage import StageRun
+from jaxlc.train.stage_setup import PreparedStage
 
 # passed to `Callback.on_step`
 _STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")
@@ -34,6 +36,7 @@ class StepReports:
 
     Attributes:
       rows: of metrics.jsonl, which `write` has not written yet.
+      loads: the same of expert_loads.jsonl, in process 0.
     """
 
     def __init__(self, run: StageRun, step: int):
@@ -46,6 +49,7 @@ class StepReports:
         self.pending = PendingMetrics(step)
         self._logged_step = step
         self.rows: list[dict[str, float]] = []
+        self.loads: list[dict[str, Any]] = []
         self._reports: list[Callable[[], None]] = []  # in their order
 
     def fetch(self, until: int, *, waits: bool = False) -> None:
@@ -81,6 +85,7 @@ class StepReports:
         reports = self._reports
         self._reports = []
         self.rows = []
+        self.loads = []
         for report in reports:
             report()
 
@@ -117,7 +122,9 @@ class StepReports:
             every = self._config.train.log_every_steps
             end_step = self._run.stage.end_step
             if jax.process_index() == 0 and is_recorded(step, every, end_step):
-                self._add(write_loads, self._run.workdir, step, metrics.experts.load_LE)
+                loads = loads_row(step, metrics.experts.load_LE)
+                self.loads.append(loads)
+                self._add(write_loads, self._run.workdir, loads)
         row |= self._run.timings.take()
         self.rows.append(row)
         for report in (self._run.metrics.write, self._run.progress.update):
@@ -135,8 +142,7 @@ class StepReports:
         self.rows.append(row)
         self._add(functools.partial(run.metrics.write, **row))
         if run.stage.rollout_maker is None and jax.process_index() == 0:
-            path = run.workdir / DECODED / f"{step}.jsonl"
-            self._add(write_rollouts, rollouts.decoded(step), path)
+            self._add(_write_decoded, rollouts, run.workdir, step)
 
     def _add(self, report: Callable[..., None], *arguments: Any) -> None:
         self._reports.append(functools.partial(report, *arguments))
@@ -185,6 +191,22 @@ class StepReports:
                 f"{problem}, and its update was skipped; {where} in {self._run.workdir}; lower optimizer.learning_rate,"
                 " or continue past such steps with --config.train.nonfinite=skip"
             )
+
+
+def write_lost_files(stage: PreparedStage, workdir: Path, position: Position) -> None:
+    """Writes what reports on the last steps before a checkpoint write besides metrics.jsonl: the run
+    may have been killed before them.
+    """
+    for row in position.loads:
+        write_loads(workdir, row)
+    if stage.config.rollouts.source == "files":
+        for step in {row["step"] for row in position.rows}:
+            if stage.source.train.path(step).is_file():  # another program may have removed it
+                _write_decoded(stage.source.train, workdir, step)
+
+
+def _write_decoded(rollouts: RolloutSequences, workdir: Path, step: int) -> None:
+    write_rollouts(rollouts.decoded(step), workdir / DECODED / f"{step}.jsonl")
 
 
 def _balance(experts: ExpertMetrics) -> dict[str, float]:
