@@ -362,13 +362,18 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
       base: meta of the checkpoint, as `base_meta` returns it.
       checkpoint: its directory, for errors.
     Raises:
-      UserError: the frozen parameters differ from the ones that the checkpoint was trained on.
+      UserError: the frozen parameters cannot be read, or differ from the ones that the checkpoint was trained on.
     """
-    params = (
-        load_pretrained(step, initial_adapters=True)[0]
-        if step.config.model.init_from
-        else step.init_params(step.frozen)
-    )
+    try:
+        params = (
+            load_pretrained(step, initial_adapters=True)[0]
+            if step.config.model.init_from
+            else step.init_params(step.frozen)
+        )
+    except UserError as error:  # generation and export take no other model
+        raise UserError(
+            f"{checkpoint} lacks the frozen parameters: put back the model that it was trained on ({error})"
+        ) from error
     if _fingerprint(step, params) != base["fingerprint"]:
         raise UserError(
             f"the frozen parameters of {checkpoint} are not those of {_source(step)}: it was trained on"

@@ -108,6 +108,12 @@ def test_resume_with_another_base_or_adapter_raises(run, model, tmp_path):
         UserError, match="the frozen parameters of .* are not those of config.model.init_from="
     ):
         jaxlc.train.run(config, workdir, batches=batches(STEPS))
+    model.rename(gone := tmp_path / "gone")
+    with pytest.raises(
+        UserError, match=f"run/checkpoints/{STEPS} lacks .*: put back the model .*{model}"
+    ):
+        jaxlc.load(workdir)
+    gone.rename(model)
     config = lora_config(model, train__steps=STEPS)
     config.lora.alpha = 7.0
     with pytest.raises(UserError, match="config.lora.alpha=6.0, and this config has 7.0"):
