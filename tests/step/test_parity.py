@@ -290,7 +290,7 @@ HYBRIDS = [
 )
 def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
-    _assert_same(axes, split=split, memory=memory, model=HYBRID | model)
+    _assert_same(axes, FLOAT32_DECAY_GRADIENT, split=split, memory=memory, model=HYBRID | model)
 
 
 MAMBAS = [
