@@ -15,9 +15,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 419_119
+MAX_TOKENS = 419_496
 MAX_TOKENS_PER_LINE = 8.9  # of lines with code
-MAX_FILES = 249
+MAX_FILES = 250
 MIN_MEDIAN_LINES = 230
 
 # Files that may name a recurrent kind; all others ask its description.

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention.recurrence.chunks import Rule
+from jaxlc.attention.recurrence.chunks import Rule, one_output
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
     Filter,
@@ -28,7 +28,7 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
     rows_at,
     unit_lengths,
 )
-from jaxlc.attention.recurrence.sharded_rule import continued_recurrence, one_output
+from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
 from jaxlc.attention.state_passing import like, where
 from jaxlc.config import ModelConfig

@@ -12,7 +12,6 @@ import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.attention.recurrence import chunks, sharded_rule, tiled_recurrence
-from jaxlc.attention.recurrence.kernel import unit_lower_inverse
 from jaxlc.attention.recurrence.sharded_recurrence import (
     Documents,
     Filter,
@@ -395,7 +394,7 @@ def test_bytes_between_ranks_do_not_depend_on_the_length():
 def test_inverse_of_equal_keys_is_exact():
     A = np.tril(np.ones((128, 128), np.float32), -1)
     exact = np.linalg.inv(np.eye(128) + A.astype(np.float64))
-    assert max_relative_error(unit_lower_inverse(jnp.asarray(A)), exact) < FLOAT32_PARITY
+    assert max_relative_error(chunks.unit_lower_inverse(jnp.asarray(A)), exact) < FLOAT32_PARITY
 
 
 def test_equal_keys_of_a_chunk_without_decay(monkeypatch):

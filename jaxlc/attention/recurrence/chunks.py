@@ -27,7 +27,7 @@ Without correction, u = beta v, and there is no w. The decays then multiply v an
 keys and queries, and heads that share a key are columns of one state. Consecutive tokens map the state that enters them
 affinely: S' = M S + U. Documents are masks: a token reads only tokens and states of its own
 segment. Gates may be of any size, such as 0 and -1000 in a chunk. So G is two sums whose
-differences are accurate, one of integers (`_split`).
+differences are accurate, one of integers (`decays.split_gates`).
 
 With a gate for each channel, exp(G_i - G_j) is inside the product of q_i and k_j. exp(-G_j) may be
 infinite. So two neighboring blocks of tokens are multiplied with factors exp(G_i - R) and exp(R -
@@ -44,7 +44,6 @@ decay is a matrix [D + 1, D + 1] of scalars, or of vectors of K channels.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,14 +53,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.recurrence import kernel
-from jaxlc.attention.recurrence.kernel import unit_lower_inverse
+from jaxlc.attention.recurrence.decays import (
+    Gates,
+    decayed_products,
+    decays_between,
+    levels,
+    split_gates,
+)
 from jaxlc.attention.state_passing import Affine, product
 
 CHUNK_TOKENS = 128
-
-
-# tokens of blocks that are computed without products, if the channels have gates of their own
-_DIRECT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -90,31 +91,39 @@ class Tokens(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are
-    applied.
+    """The recurrence over chunks by the delta rule: arrays [N, B, H, ...] of N chunks, whose masks
+    and gates are applied.
 
     With prefixes, K counts the rows of all states. Factors of products have the dtype of the
     tokens.
     """
 
-    # [..., C, K]; outputs are q S + out. Without correction [N, B, G, C, K], and q S is multiplied by
-    # `since`
-    q: jax.Array
+    q: jax.Array  # [..., C, K]; outputs are q S + out
     out: jax.Array  # [..., C, V], float32 or wider, as decay and added
-    # [..., states, states, 1 or channels], 0 if a document starts in the chunk; S' = decay S -
+    # [..., states, states, 1 or channels, 1], 0 if a document starts in the chunk; S' = decay S -
     # correction S + added
     decay: jax.Array
-    correction: jax.Array | None  # [..., K, K]
-    added: jax.Array  # [..., K, V]; without correction [N, B, G, K, H / G x V], see `_by_group`
-    # without correction, of each state: the decays since the start of the chunk [..., C, 1]
-    since: list[jax.Array] | None = None
+    correction: jax.Array  # [..., K, K]
+    added: jax.Array  # [..., K, V]
+
+
+class _SumChunks(NamedTuple):
+    """The same without correction. The H / G heads that share a key are columns of one head, M in
+    all: see `_by_group`.
+    """
+
+    q: jax.Array  # [N, B, G, C, K]; outputs are the sums over the states of since (q S), plus out
+    since: list[jax.Array]  # [N, B, H, C, 1]
+    out: jax.Array  # [N, B, H, C, V]
+    decay: jax.Array  # [N, B, H, states, states, 1]
+    added: jax.Array  # [N, B, G, K, M]
 
 
 def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
     """The map of the states over all tokens, float32 or wider, and the outputs as functions of the
     state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q.
 
-    For rules with correction, see `sum_map`.
+    Rules without correction have `sum_map`.
     """
     dtype = tokens.q_BLGK.dtype
     if has_kernel(tokens, rule):
@@ -124,8 +133,8 @@ def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
         out = out.reshape(num_sequences, -1, CHUNK_TOKENS, *out.shape[2:]).swapaxes(2, 3)
         return _map_of(own), out
     chunks = _chunks(tokens, rule)
-    no_state = jnp.zeros_like(chunks.added[0])
-    columns, entering = _states(_identity(no_state), chunks, dtype)
+    identity = _identity(jnp.zeros_like(chunks.added[0]))
+    columns, entering = _recurrence(identity, *chunks[2:], dtype)
     return _map_of(columns), _outputs(chunks, entering, dtype)
 
 
@@ -133,11 +142,11 @@ def sum_map(tokens: Tokens, rule: Rule) -> Affine:
     """The map of the states over all tokens by a rule without correction: M has a row for each state."""
     if tokens.prefixes_BLD is None:
         return _sum_map(tokens)
-    chunks = _chunks(tokens, rule)
+    chunks = _sum_chunks(tokens, rule)
     decay = chunks.decay[..., 0]
     M = jnp.broadcast_to(jnp.eye(decay.shape[-1], dtype=decay.dtype), decay.shape[1:])
     M, _ = lax.scan(lambda M, decay: (product("...ij,...jk->...ik", decay, M), None), M, decay)
-    U, _ = _states(jnp.zeros_like(chunks.added[0]), chunks, tokens.q_BLGK.dtype)
+    U, _ = _sum_states(jnp.zeros_like(chunks.added[0]), chunks)
     return Affine(M, _by_head(U, M.shape[1]))
 
 
@@ -173,13 +182,29 @@ def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
     """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of
     states.
     """
-    if chunks.since is None:
-        out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
-        return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+    out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
+    return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+
+
+def _sum_outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """As `outputs`, without correction."""
+    chunks = _sum_chunks(tokens, rule)
+    num_heads, dtype = S_BHKV.shape[1], chunks.q.dtype
+    S, entering = _sum_states(_by_group(S_BHKV, chunks.q.shape[2]), chunks)
     out = chunks.out
     for since, state in zip(chunks.since, jnp.split(entering, len(chunks.since), axis=-2)):
-        out += since * _by_head(product("nbgck,nbgkm->nbgcm", chunks.q, state, dtype), out.shape[2])
-    return out.astype(dtype).swapaxes(0, 1)
+        read = product("nbgck,nbgkm->nbgcm", chunks.q, state, dtype)
+        out += since * _by_head(read, num_heads)
+    return _in_order(out.astype(dtype).swapaxes(0, 1)), _by_head(S, num_heads)
+
+
+def _sum_states(first: jax.Array, chunks: _SumChunks) -> tuple[jax.Array, jax.Array]:
+    """As `_recurrence`, of states [B, G, K, M]."""
+    by_head = chunks.decay.reshape(*chunks.decay.shape[:3], -1, 1)
+    by_head = jnp.broadcast_to(by_head, (*by_head.shape[:-1], chunks.out.shape[-1]))
+    decay = _by_group(by_head, first.shape[1])
+    decay = decay.reshape(*decay.shape[:3], *chunks.decay.shape[3:], -1)
+    return _recurrence(first, decay, None, chunks.added, chunks.q.dtype)
 
 
 def _by_group(x: jax.Array, num_groups: int) -> jax.Array:
@@ -202,25 +227,16 @@ def _add_last(x: jax.Array, added: jax.Array) -> jax.Array:
     return x + jnp.pad(added, [(0, 0)] * (added.ndim - 1) + [(missing, 0)])
 
 
-def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _recurrence(first, decay, correction, added, dtype):
     """The state after all chunks; and those that enter the chunks, [N, *first.shape] in `dtype`,
     for products.
 
     Args:
-      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V]; without correction, see `_by_group`.
+      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
+      decay, correction, added: of `_Chunks`. correction may be None: 0; decay has a factor for each
+        column, or one.
     """
-    decay = chunks.decay[..., None]
-    if chunks.since is not None:
-        flat = decay.reshape(*decay.shape[:3], -1, 1)
-        flat = jnp.broadcast_to(flat, (*flat.shape[:-1], chunks.out.shape[-1]))
-        num_groups = chunks.added.shape[2]
-        shape = *decay.shape[:2], num_groups, *decay.shape[3:6], -1
-        decay = _by_group(flat, num_groups).reshape(shape)
-    return _recurrence(first, decay, chunks.correction, chunks.added, dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _recurrence(first, decay, correction, added, dtype):
     return _scan_chunks(first, decay, correction, added, dtype)
 
 
@@ -254,7 +270,7 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 
 def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
-    """See `_states`; from the last chunk to the first one, with corrections transposed, if
+    """See `_recurrence`; from the last chunk to the first one, with corrections transposed, if
     `backwards`.
     """
     subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
@@ -296,12 +312,30 @@ def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, j
     if has_kernel(tokens, rule):
         S_BHKV, out = _kernel_outputs(tokens, S_BHKV, rule)
         return out, S_BHKV
+    if not rule.corrects:
+        return _sum_outputs(tokens, S_BHKV, rule)
     chunks = _chunks(tokens, rule)
     dtype = tokens.q_BLGK.dtype
-    S = S_BHKV if rule.corrects else _by_group(S_BHKV, chunks.added.shape[2])
-    S, entering = _states(S, chunks, dtype)
-    out = _in_order(_outputs(chunks, entering, dtype))
-    return out, S if rule.corrects else _by_head(S, S_BHKV.shape[1])
+    S, entering = _recurrence(S_BHKV, *chunks[2:], dtype)
+    return _in_order(_outputs(chunks, entering, dtype)), S
+
+
+def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """As `outputs`, of one token that is not padding, L = 1."""
+    num_heads = tokens.v_BLHV.shape[2]
+    q_BHK, k_BHK = (
+        jnp.repeat(x[:, 0], num_heads // x.shape[2], axis=1).astype(S_BHKV.dtype)
+        for x in (tokens.q_BLGK, tokens.k_BLGK)
+    )
+    v_BHV = tokens.v_BLHV[:, 0].astype(S_BHKV.dtype)
+    decay_BH = jnp.exp(tokens.g_BLH[:, 0])
+    S_BHKV = decay_BH.reshape(*decay_BH.shape[:2], -1, 1) * S_BHKV
+    new_BHV = v_BHV - product("bhk,bhkv->bhv", k_BHK, S_BHKV) if rule.corrects else v_BHV
+    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * new_BHV)[..., None, :]
+    out_BHV = rule.scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
+    if tokens.skip_BLH is not None:
+        out_BHV += tokens.skip_BLH[:, 0, :, None] * v_BHV
+    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
 def has_kernel(tokens: Tokens, rule: Rule) -> bool:
@@ -313,7 +347,7 @@ def has_kernel(tokens: Tokens, rule: Rule) -> bool:
 
 def _kernel_outputs(tokens: Tokens, first: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """The state after all tokens, and the outputs [B, L, H, V], by the kernels, whose chunks are
-    shorter. See `_states`."""
+    shorter. See `_recurrence`."""
     dtype = tokens.q_BLGK.dtype
     segments = tokens.segments_BL
     ends = segments[:, kernel.KERNEL_TOKENS - 1 : -1 : kernel.KERNEL_TOKENS]
@@ -324,7 +358,7 @@ def _kernel_outputs(tokens: Tokens, first: jax.Array, rule: Rule) -> tuple[jax.A
         jnp.where(is_padding, 0, tokens.q_BLGK * rule.scale),
         tokens.k_BLGK,
         tokens.v_BLHV,
-        tuple(_split(g, dtype)),
+        tuple(split_gates(g, dtype)),
         beta,
         segments[:, None],
         before[:, None],
@@ -333,76 +367,123 @@ def _kernel_outputs(tokens: Tokens, first: jax.Array, rule: Rule) -> tuple[jax.A
     return last.swapaxes(1, 2), out
 
 
+class _Cut(NamedTuple):
+    """The tokens of chunks, [N, B, heads, C, ...]; queries are scaled, and 0 in padding."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array  # [N, B, H, C, 1]
+    skipped: jax.Array | float  # skip v
+    segments: jax.Array  # [N, B, 1, C]
+    prefixes: Sequence[jax.Array]  # of `levels`
+    gates: Gates
+
+    @classmethod
+    def of(cls, tokens: Tokens, rule: Rule) -> "_Cut":
+        num_sequences, num_tokens = tokens.segments_BL.shape
+        dtype = tokens.q_BLGK.dtype
+        wide = jnp.promote_types(jnp.float32, dtype)
+
+        def cut(x):  # [B, L, ...] -> [N, B, C, ...]
+            shape = num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS
+            return x.reshape(*shape, *x.shape[2:]).swapaxes(0, 1)
+
+        def heads(x):  # [B, L, heads, ...] -> [N, B, heads, C, ...]
+            return jnp.moveaxis(cut(x), 3, 2)
+
+        def numbers(x):  # [B, L, H] or [B, L, H, K] -> [N, B, H, C, 1 or K]
+            return heads(x.astype(wide).reshape(*x.shape[:3], -1))
+
+        segments = cut(tokens.segments_BL)[:, :, None]
+        before = [tokens.segment_before_B[None], segments[:-1, :, 0, -1]]
+        prefixes = ()
+        if tokens.prefixes_BLD is not None:
+            prefixes = levels(cut(tokens.prefixes_BLD)[:, :, None])
+        gates = split_gates(numbers(tokens.g_BLH), dtype)
+        gates = Gates.of(gates, segments, jnp.concatenate(before)[:, :, None, None], prefixes)
+        is_padding = segments[..., None] == 0
+        q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
+        q = jnp.where(is_padding, 0, q * rule.scale)
+        skipped = 0
+        if tokens.skip_BLH is not None:
+            skipped = jnp.where(is_padding, 0, numbers(tokens.skip_BLH) * v)
+        return cls(q, k, v, numbers(tokens.beta_BLH), skipped, segments, prefixes, gates)
+
+
 def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
-    num_sequences, num_tokens, num_heads, _ = tokens.v_BLHV.shape
-    dtype = tokens.q_BLGK.dtype
-    wide = jnp.promote_types(jnp.float32, dtype)
-
-    def cut(x):  # [B, L, ...] -> [N, B, C, ...]
-        return x.reshape(
-            num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]
-        ).swapaxes(0, 1)
-
-    def heads(x):  # [B, L, heads, ...] -> [N, B, heads, C, ...]
-        return jnp.moveaxis(cut(x), 3, 2)
-
-    def of_each_token(x):  # [B, L, H] or [B, L, H, K] -> [N, B, H, C, 1 or K]
-        return heads(x.astype(wide).reshape(*x.shape[:3], -1))
-
-    q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
-    beta, g = of_each_token(tokens.beta_BLH), _split(of_each_token(tokens.g_BLH), dtype)
-    segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
-    before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[
-        :, :, None, None
-    ]
-    is_padding = segments[..., None] == 0
-    q = jnp.where(is_padding, 0, q * rule.scale)
-    skip = 0
-    if tokens.skip_BLH is not None:
-        skip = jnp.where(is_padding, 0, of_each_token(tokens.skip_BLH) * v)
-    prefixes = () if tokens.prefixes_BLD is None else _levels(cut(tokens.prefixes_BLD)[:, :, None])
-    paths = _paths(segments, before, prefixes)
-    if prefixes or g.shape[-1] == 1:
-        # Along the path from the first token of the chunk that a token reads: a sum over other
-        # documents, too, would round differences of G.
-        G = product("...ij,...jk->...ik", paths.visible.astype(wide), g)
-    else:
-        G = jnp.cumsum(g, axis=-2)
-
-    total = jnp.exp(G.sum(0))
-    since_start = [jnp.where(enters[..., None], total, 0) for enters in paths.enters]
-    factors = [[_at(since, last) for since in since_start] for last in paths.last]
-    for state, last in enumerate(paths.last):
-        if last is not None:
-            passes = 1 - last.sum(-1, keepdims=True).astype(wide)
-            factors[state][state] = jnp.broadcast_to(passes, factors[state][state].shape)
-    until_end = _until_end(G, paths)
-    decay = jnp.stack([jnp.stack(row, -2) for row in factors], -3)
-    if not rule.corrects:
-        u = v * beta
-        out = _decayed_sums(q, k, G, u, paths.visible)
-        kept = [_by_group(factor * u, k.shape[2]) for factor in until_end]
-        added = [product("nbgck,nbgcm->nbgkm", k, x, dtype) for x in kept]
-        return _Chunks(q, out + skip, decay, None, jnp.concatenate(added, axis=-2), since_start)
-
-    scores, kk = _decayed_products([q, k], k, G, paths, segments, prefixes)
-    q, k = (jnp.repeat(x, num_heads // x.shape[2], axis=2) for x in (q, k))
+    q, k, v, beta, skipped, segments, prefixes, gates = _Cut.of(tokens, rule)
+    dtype = k.dtype
+    scores, kk = decayed_products([q, k], k, gates, segments, prefixes)
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
 
     def columns(x, factors):  # of all states
         return jnp.concatenate([x * factor for factor in factors], axis=-1)
 
-    kept = columns(k, until_end)
+    kept = columns(k, gates.until_end)
     inverse = unit_lower_inverse(jnp.tril(kk * beta, -1))
     u = product("...ij,...jv->...iv", inverse, v * beta)
-    w = product("...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start]))
-    q_since = columns(q, since_start) - product("...ij,...jk->...ik", scores, w, dtype)
+    steps = [beta * since for since in gates.since_start]
+    w = product("...ij,...jk->...ik", inverse, columns(k, steps))
+    q_since = columns(q, gates.since_start) - product("...ij,...jk->...ik", scores, w, dtype)
     return _Chunks(
         q=q_since.astype(dtype),
-        out=product("...ij,...jv->...iv", scores, u, dtype) + skip,
-        decay=decay,
+        out=product("...ij,...jv->...iv", scores, u, dtype) + skipped,
+        decay=gates.decay[..., None],
         correction=product("...ck,...cm->...km", kept, w, dtype).astype(dtype),
         added=product("...ck,...cv->...kv", kept, u, dtype),
     )
+
+
+@jax.custom_vjp
+def unit_lower_inverse(A: jax.Array) -> jax.Array:
+    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
+
+    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0],
+    [-Q' X P', Q']] with the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal
+    in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
+    """
+    inverse = jnp.ones((*A.shape[:-1], 1, 1), A.dtype)
+    size = 1
+    while size < A.shape[-1]:
+        first = inverse[..., 0::2, :, :]
+        second = inverse[..., 1::2, :, :]
+        below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
+        corner = -product("...ij,...jk->...ik", second, product("...ij,...jk->...ik", below, first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+def _inverse_forward(A):
+    inverse = unit_lower_inverse(A)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    """-inverse^T gradient inverse^T: two products instead of the derivative of the substitution."""
+    gradient = product("...ji,...jk->...ik", inverse, gradient)
+    return (-jnp.tril(product("...ij,...kj->...ik", gradient, inverse), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
+    """[..., C, C] -> [..., C / size, size, size]"""
+    num_blocks = A.shape[-1] // size
+    blocks = A.reshape(*A.shape[:-2], num_blocks, size, num_blocks, size)
+    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+
+
+def _sum_chunks(tokens: Tokens, rule: Rule) -> _SumChunks:
+    q, k, v, beta, skipped, _, _, gates = _Cut.of(tokens, rule)
+    u = v * beta
+    out = _decayed_sums(q, k, gates.G, u, gates.paths.visible) + skipped
+    kept = [_by_group(factor * u, k.shape[2]) for factor in gates.until_end]
+    added = [product("nbgck,nbgcm->nbgkm", k, x, k.dtype) for x in kept]
+    return _SumChunks(q, gates.since_start, out, gates.decay, jnp.concatenate(added, axis=-2))
 
 
 @jax.custom_vjp
@@ -415,7 +496,7 @@ def _decayed_sums(q, k, G, u, visible):
 
 def _decayed_scores(q, k, G, visible):
     """The factors of u [N, B, H, C, C], and exp(G_i - G_j)."""
-    decay = _decays_between(G.mT, G, visible)
+    decay = decays_between(G.mT, G, visible)
     scores = product("...ik,...jk->...ij", q, k, k.dtype)
     return jnp.repeat(scores, decay.shape[2] // k.shape[2], axis=2) * decay, decay
 
@@ -444,196 +525,6 @@ def _sums_backward(residuals, dout):
 
 
 _decayed_sums.defvjp(_sums_forward, _sums_backward)
-
-
-def _split(g: jax.Array, dtype) -> jax.Array:
-    """g [...] as two terms [2, ...]: integers, whose sums over a chunk are exact, and numbers of at
-    most 1/2. So the difference of two large sums is accurate.
-
-    Args:
-      dtype: of the tokens. With half precision, one term [1, ...]: the rounding errors of its sums are smaller than
-        rounding to half precision.
-    """
-    # exponentials of smaller gates are 0 as well
-    g = jnp.maximum(g, 1.1 * math.log(jnp.finfo(g.dtype).smallest_subnormal))
-    if jnp.finfo(dtype).bits < 32:
-        return g[None]
-    whole = jnp.round(g)
-    return jnp.stack([whole, g - whole])
-
-
-def _decays_between(first: jax.Array, last: jax.Array, reads: jax.Array) -> jax.Array:
-    """exp(last - first) of the cumulative gates of two tokens, sums of the terms of `_split`, where
-    `reads` is true, and 0 elsewhere.
-    """
-    # Elsewhere the difference may be positive, and its exponential infinite.
-    difference = jnp.where(reads, (last - first).sum(0), 0)
-    return jnp.where(reads, jnp.exp(difference), 0)
-
-
-def _until_end(G: jax.Array, paths: "_Paths") -> list[jax.Array]:
-    """exp(G_end - G_j) of each state [..., C, 1 or K], where the last token that changes it reads
-    token j.
-    """
-    factors = []
-    for last in paths.last:
-        reads = _at(paths.visible, last).astype(bool)[..., None]
-        factors.append(_decays_between(G, _at(G, last)[..., None, :], reads))
-    return factors
-
-
-def _decayed_products(
-    xs: list[jax.Array],
-    k: jax.Array,
-    G: jax.Array,
-    paths: "_Paths",
-    segments: jax.Array,
-    prefixes: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
-    num_heads = G.shape[3]
-    dtype = k.dtype
-
-    def repeated(x):  # [N, B, G, ...] -> [N, B, H, ...]
-        return jnp.repeat(x, num_heads // x.shape[2], axis=2)
-
-    if G.shape[-1] > 1:
-        x = jnp.stack([repeated(x) for x in xs])
-        return [*_products_by_channel(x, repeated(k), G, segments, prefixes, dtype)]
-    decay = _decays_between(G.mT, G, paths.visible)
-    return [repeated(product("...ik,...jk->...ij", x, k, dtype)) * decay for x in xs]
-
-
-def _products_by_channel(
-    x: jax.Array,
-    k: jax.Array,
-    G: jax.Array,
-    segments: jax.Array,
-    prefixes: Sequence[jax.Array],
-    dtype,
-) -> jax.Array:
-    """The sums over channels c of x_ic k_jc exp(G_ic - G_jc), [x, N, B, H, C, C], where token i
-    reads token j. No exponent is positive.
-
-    By blocks that double, as in `unit_lower_inverse`: tokens of the second one of two blocks read
-    the states of the first one, as chunks do.
-    """
-    size = _DIRECT_TOKENS
-    none = jnp.zeros((), segments.dtype)
-
-    def blocks(x, axis):  # [..., C, ...] -> [..., C / size, size, ...]
-        return x.reshape(*x.shape[:axis], -1, size, *(x.shape[axis + 1 :] if axis < -1 else ()))
-
-    def pairs(x, axis):  # the first and the second ones of two blocks, [..., C / 2 size, size, ...]
-        x = blocks(x, axis)
-        return (lax.slice_in_dim(x, start, None, 2, axis=axis + x.ndim - 1) for start in range(2))
-
-    inside = _paths(blocks(segments, -1), none, [blocks(prefix, -1) for prefix in prefixes])
-    total = _direct_products(*(blocks(array, -2) for array in (x, k, G)), inside.visible)
-    while size < x.shape[-2]:
-        (_, x2), (k1, _), (G1, G2) = (pairs(array, -2) for array in (x, k, G))
-        (segments1, *prefixes1), (segments2, *prefixes2) = zip(
-            *(pairs(array, -1) for array in (segments, *prefixes))
-        )
-        first = _paths(segments1, none, prefixes1)
-        second = _paths(segments2, segments1[..., -1:], prefixes2)
-        below = 0
-        for until_end, last, enters in zip(_until_end(G1, first), first.last, second.enters):
-            since = _decays_between(_at(G1, last)[..., None, :], G2, enters[..., None])
-            below += product("...ik,...jk->...ij", x2 * since, k1 * until_end, dtype)
-        upper = jnp.concatenate([total[..., 0::2, :, :], jnp.zeros_like(below)], axis=-1)
-        lower = jnp.concatenate([below, total[..., 1::2, :, :]], axis=-1)
-        total = jnp.concatenate([upper, lower], axis=-2)
-        size *= 2
-    return total[..., 0, :, :]
-
-
-@jax.custom_vjp
-def _direct_products(x, k, G, visible):
-    """As `_products_by_channel`, of blocks [..., c, K], with all exponentials at once."""
-    decays = _exponentials(G, visible, len(x))
-    return jnp.stack([
-        (one[..., :, None, :] * k[..., None, :, :] * decay).sum(-1) for one, decay in zip(x, decays)
-    ])  # fmt: skip
-
-
-def _exponentials(G, visible, times):
-    """The exponentials for each of several sums. They are equal, but behind barriers: XLA would store
-    what several sums share, which is much larger than their operands. It would store zeros, too, which
-    a scan hoists: so not `_decays_between`.
-    """
-    for _ in range(times):
-        G = lax.optimization_barrier(G)
-        difference = (G[..., :, None, :] - G[..., None, :, :]).sum(0)
-        yield visible[..., None] * jnp.exp(jnp.minimum(difference, 0))
-
-
-def _direct_forward(x, k, G, visible):
-    return _direct_products(x, k, G, visible), (x, k, G, visible)
-
-
-def _direct_backward(residuals, gradient):
-    x, k, G, visible = residuals
-    *decays, last = _exponentials(G, visible, len(x) + 1)
-    dx = jnp.stack([
-        (one[..., None] * k[..., None, :, :] * decay).sum(-2) for one, decay in zip(gradient, decays)
-    ])  # fmt: skip
-    of_pairs = sum(one[..., None] * own[..., :, None, :] for one, own in zip(gradient, x))
-    dk = (of_pairs * last).sum(-3)
-    dG = (x * dx).sum(0) - k * dk
-    return dx.astype(x.dtype), dk.astype(k.dtype), jnp.broadcast_to(dG, G.shape), None
-
-
-_direct_products.defvjp(_direct_forward, _direct_backward)
-
-
-class _Paths(NamedTuple):
-    """Which tokens of a chunk, and which states that enter it, a token reads. First comes the state
-    after the last token, then the state of each level of prefixes, the deepest level first.
-    """
-
-    visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
-    enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
-    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
-    # None: the last token.
-    last: list[jax.Array | None]
-
-
-def _levels(prefixes: jax.Array) -> list[jax.Array]:
-    """[..., D] -> D arrays, the deepest level first."""
-    return [prefixes[..., level] for level in reversed(range(prefixes.shape[-1]))]
-
-
-def _paths(segments: jax.Array, before: jax.Array, prefixes: Sequence[jax.Array]) -> _Paths:
-    """Arguments are [N, B, 1, C], and [N, B, 1, 1]: the segment of the token before the chunk.
-
-    Args:
-      prefixes: of `_levels`.
-    """
-    lower = jnp.tri(segments.shape[-1], dtype=bool)
-    visible = lower & (segments[..., :, None] == segments[..., None, :])
-    has_entered = segments == before
-    enters = [has_entered]
-    last = [None]
-    for prefix in prefixes:
-        in_branch = prefix != 0
-        in_prefix = lower & (prefix[..., :, None] == segments[..., None, :]) & in_branch[..., None]
-        visible |= in_prefix
-        # A prefix that starts in the chunk is visible; of the deepest one that ended or continues
-        # from before, the state is read, too.
-        started = in_prefix.any(-1) & (prefix != before)
-        reads_prefix = in_branch & ~has_entered & ~started
-        enters.append(reads_prefix)
-        has_entered |= reads_prefix
-        # tokens of this level or less from here on
-        is_after = jnp.flip(jnp.cumsum(jnp.flip(~in_branch, -1), -1), -1)
-        last.append(~in_branch & (is_after == 1))
-    return _Paths(visible, enters, last)
-
-
-def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """The sum of x [..., C, n] over the tokens that are true; the last one if `tokens` is None."""
-    return x[..., -1, :] if tokens is None else jnp.where(tokens[..., None], x, 0).sum(-2)
 
 
 def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:

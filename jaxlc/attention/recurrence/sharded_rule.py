@@ -37,7 +37,6 @@ from jaxlc.attention.state_passing import (
     entering_states,
     fragments_of,
     predecessors,
-    product,
 )
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
 from jaxlc.attention.strategies.strategy import (
@@ -99,24 +98,6 @@ def continued_recurrence(
     maps, read_all = _maps_and_reader(groups, rule)
     states, state = continued_states(maps, initial_bHKV, ranks)
     return _in_order(read_all(states), tokens.q_BLGK.shape[1], 1), state
-
-
-def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
-    """As `chunks.outputs`, of one token that is not padding, L = 1."""
-    num_heads = tokens.v_BLHV.shape[2]
-    q_BHK, k_BHK = (
-        jnp.repeat(x[:, 0], num_heads // x.shape[2], axis=1).astype(S_BHKV.dtype)
-        for x in (tokens.q_BLGK, tokens.k_BLGK)
-    )
-    v_BHV = tokens.v_BLHV[:, 0].astype(S_BHKV.dtype)
-    decay_BH = jnp.exp(tokens.g_BLH[:, 0])
-    S_BHKV = decay_BH.reshape(*decay_BH.shape[:2], -1, 1) * S_BHKV
-    new_BHV = v_BHV - product("bhk,bhkv->bhv", k_BHK, S_BHKV) if rule.corrects else v_BHV
-    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * new_BHV)[..., None, :]
-    out_BHV = rule.scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
-    if tokens.skip_BLH is not None:
-        out_BHV += tokens.skip_BLH[:, 0, :, None] * v_BHV
-    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
 def groups_at_once(
