@@ -1,11 +1,9 @@
 """Command lines: `--config=NAME[:variant] --config.a.b=value --workdir=DIR --flag=value`. Imports
 no jax.
 
-The flags of a verb are the fields of a dataclass: their types convert the values, as those of
-settings do, and their comments are the help.
-
-The settings as text for `--help`, from the sources of their classes: the comments of a field
-document it.
+The flags of a verb are the fields of a dataclass. Their types convert the values, as the types of
+settings do. The comments of fields, of flags and of settings, are the text of `--help`; they are
+read from the source of the class.
 """
 
 import ast

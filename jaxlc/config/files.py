@@ -1,10 +1,8 @@
 """Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by
 the name of a shipped one. Imports no jax.
 
-The config that a recommendation starts from: that of --config, or only a model. Imports no jax.
-
-Writes resolved settings as a config file: one setting per line, with its complete path. Imports no
-jax.
+`base_config` is the config that a command starts from, also without a file. `config_text` writes
+resolved settings as a config file.
 """
 
 import inspect

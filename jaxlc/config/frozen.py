@@ -1,7 +1,5 @@
-"""The frozen config of a run, its default values, and its representations: the settings that differ
-from their defaults, as text and as HTML. Imports no jax.
-
-Stages of a config: their own settings, and the settings of sections that they change.
+"""The frozen config of a run, its default values, and the settings that differ from them, as text
+and as HTML; the stages of a config, and the settings that a stage may change. Imports no jax.
 """
 
 import dataclasses

@@ -1,14 +1,10 @@
 """Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax.
 
-The file that `data.chat_template` may name. Imports no jax.
-
-Stages: parts of a run with their own length, RoPE, schedule, mesh and data, which one command
-trains in order.
-
-`config.loading` is a list of dictionaries. Each has the fields of `StageConfig` and, by section,
-the settings that the stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536),
-model=dict(rope=dict(theta=8e6)))`. `load_stages` resolves each stage to a complete `Config`. Imports no
-jax.
+Stages are parts of a run with their own length, RoPE, schedule, mesh and data, which one command
+trains in order. `config.stages` is a list of dictionaries. Each has the fields of `StageConfig`
+and, by section, the settings that the stage changes: `dict(name="64k", steps=5000,
+data=dict(seq_len=65_536), model=dict(rope=dict(theta=8e6)))`. `load_stages` resolves each stage to
+a complete `Config`.
 """
 
 import itertools

@@ -1,8 +1,5 @@
-"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no
-jax.
-
-The tree of settings: what is declared at a path "section[.NAME].field", and values with these
-types. Imports no jax.
+"""The editable settings: a ConfigDict that checks names and values at the assignment; and the tree of
+settings: the declared type at each path "section[.NAME].field". Imports no jax.
 
 A part of the tree is a dataclass: the config, a section, a source of data.mixture, a kind of
 model.kinds, or a stage. The last three have names: sources are declared as tuple[SourceConfig,

@@ -1,14 +1,12 @@
-"""Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines, and
-standard output.
+"""Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines,
+standard output, and HTML for `_repr_html_`. Imports no jax.
 
 Standard output and error of a command may have a full disk, or no reader; for their encoding see
 `jaxlc.interrupts`.
-Imports no jax.
 
-HTML for `_repr_html_`: text tables and collapsible blocks, with inline styles only.
-
-Notebook front ends remove <style> elements and block external resources. Text takes the color of
-the page and backgrounds are transparent, so that the result is readable in light and dark themes.
+HTML has inline styles only, since notebook front ends remove <style> elements and block external
+resources. Text takes the color of the page and backgrounds are transparent, so that the result is
+readable in light and dark themes.
 """
 
 import contextlib

@@ -1,14 +1,10 @@
 """Loss of documents at an exact length: by position, of the last tokens, and the gain of full
-context.
+context. NumPy only.
 
 The documents have at least the length and are cut to it, so every position has the same documents.
-Means over tokens have 95% intervals of a bootstrap over documents
-(`jaxlc.evals.document_loss.estimate`).
-
-Loss by position with 95% intervals, from sums per document and position bin. NumPy only.
-
-The documents of an evaluation are the samples, not its tokens: the losses of the tokens of a
-document are correlated, and intervals that treat tokens as independent are too narrow.
+Means over tokens have 95% intervals of a bootstrap over documents (`estimate`). The documents of an
+evaluation are the samples, not its tokens: the losses of the tokens of a document are correlated,
+and intervals that treat tokens as independent are too narrow.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """Text generation on the mesh of a model: prefill in chunks, then one token per sequence and step.
 
-The decoder on a chunk of new tokens, with the cache of the tokens before it.
-
-A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new
+`CachedStep` is the decoder on a chunk of new tokens, with the cache of the tokens before it. A
+prefill chunk and a decoding step are the same function; in the latter, each sequence has one new
 token.
 """
 

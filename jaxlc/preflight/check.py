@@ -1,8 +1,6 @@
-"""The check before a run: each process reads and measures its facts, and process 0 judges those of
-all.
-
-Checks that all processes have the same file system at the workdir: write, read, rename, lock, free
-space.
+"""The check before a run: each process reads and measures its facts, and process 0 judges the facts
+of all. `check_directory` checks that all processes have the same file system at the workdir: write, read,
+rename, lock, free space.
 """
 
 import contextlib

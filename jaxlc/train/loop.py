@@ -1,7 +1,5 @@
 """The training run, top to bottom: config, devices, data, state, compilation, the loop over steps,
 the report.
-
-Allocation of the pinned host memory of a step before its first execution.
 """
 
 import contextlib

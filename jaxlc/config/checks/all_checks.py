@@ -1,11 +1,8 @@
 """Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no
 jax.
 
-Checks of the settings that say which checkpoints are saved and kept. Imports no jax.
-
-Checks of the sources in data.mixture. Imports no jax.
-
-Checks of config.posttrain, shared prefixes and traces against other settings. Imports no jax.
+`check` calls all of them. This module has the checks of attention, data, sources of a mixture,
+memory, runtime, checkpoints, samples, post-training and rollouts.
 """
 
 import re

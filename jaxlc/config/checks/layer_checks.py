@@ -1,8 +1,5 @@
-"""Checks of the kinds of layers of a model. Imports no jax.
-
-Checks of LoRA and of frozen parameters. Imports no jax.
-
-Checks of config.precision against other settings. Imports no jax.
+"""Checks of the kinds of layers of a model, of LoRA and frozen parameters, and of config.precision.
+Imports no jax.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

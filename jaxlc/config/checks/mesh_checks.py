@@ -1,7 +1,5 @@
-"""Checks that a mesh divides heads, features, sequence and batch; search for one that does. Imports
-no jax.
-
-Checks of memory.tile_tokens against other settings. Imports no jax.
+"""Checks that a mesh divides heads, features, sequence and batch, and a search for one that does;
+checks of memory.tile_tokens. Imports no jax.
 """
 
 import dataclasses

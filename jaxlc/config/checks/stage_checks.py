@@ -1,6 +1,5 @@
-"""Checks of the stages of a config, and of settings that no stage uses. Imports no jax.
-
-Checks of the settings of an evaluation, and the names of its scores. Imports no jax.
+"""Checks of the stages of a config, of settings that no stage uses, and of evaluations, with the
+names of their scores. Imports no jax.
 """
 
 import functools

@@ -2,9 +2,8 @@
 what it refuses.
 
 A layer has a mixer, which mixes its tokens, and a feed-forward block. `jaxlc.config.kinds` has the
-registry, `jaxlc.models.kinds` the computation.
-
-Also what the descriptions of recurrent layers have in common: bytes of what can be saved, and limits.
+registry, `jaxlc.models.kinds` the computation. This module also has what the descriptions of
+recurrent layers have in common: bytes of what can be saved, and limits.
 """
 
 import math
@@ -16,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from jaxlc.config.schema import RunConfig
 
 # Number of chains of a sequence, for mixers that pass states, in the order of per-document sharding
-# (`sharding.document_assignment`): a rank has two fragments of each. A chain adds two maps of states to what a rank
+# (`sharding.document_balance`): a rank has two fragments of each. A chain adds two maps of states to what a rank
 # sends, and groups of tokens that are partly empty. With 6 chains, 5 documents are on all ranks, and the ring cost is
 # 1.09; with 4 chains it is 1.18, with 8 1.05, and in zigzag order 2.7 (mean of 60 sequences of 64K to 512K tokens, as
 # in benchmarks/document_balance.py).

@@ -1,8 +1,5 @@
-"""The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax.
-
-The first layers and the repeating group of a list of layer kinds. Imports no jax.
-
-The settings that each `model.rope.scaling` uses, and checks of the RoPE settings. Imports no jax.
+"""The section `model` of the settings (see `jaxlc.config.schema`), the segments of a list of layer
+kinds, and the settings that each `model.rope.scaling` uses. Imports no jax.
 """
 
 import dataclasses

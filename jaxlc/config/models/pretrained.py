@@ -1,7 +1,5 @@
-"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no
-jax.
-
-The context length of pretrained models, and the warning about longer sequences. Imports no jax.
+"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run; and warns about
+sequences longer than the context length of a pretrained model. Imports no jax.
 """
 
 import math

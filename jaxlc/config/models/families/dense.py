@@ -1,35 +1,24 @@
-"""Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama).
+"""Families of dense models; the names in parentheses are their models in transformers.
 
-EXAONE 4: groups of three sliding layers and one without position embedding, or full layers only
-(transformers: models/exaone4).
+- Llama 2 and 3, and models of the same architecture such as SmolLM2 (llama)
+- EXAONE 4 (exaone4): groups of three sliding layers and one without position embedding, or full
+  layers only
+- Gemma 3 (gemma3): groups of five sliding layers and a full one
+- Granite 3 (granite): Llama with multipliers of embeddings, block outputs, attention logits and
+  logits
+- Mistral 7B and other Mistral models (mistral): a sliding window in all layers or none
+- Ministral 3 and Devstral 2 (ministral3)
+- Olmo 2 (olmo2)
+- Olmo 3 (olmo3): groups of three sliding layers and a full one
+- Phi-3, 3.5 mini, 4 and 4 mini (phi3)
+- Qwen 2 and 2.5 (qwen2)
+- Qwen 3 (qwen3) and Qwen 3 VL (qwen3_vl)
+- Seed-OSS (seed_oss)
+- SmolLM3 (smollm3): every fourth layer has no position embedding; layers may be sliding
 
-Gemma 3: groups of five sliding layers and a full one (transformers: models/gemma3).
-
-Of models with images, the language model is loaded.
-
-Granite 3: Llama with multipliers of embeddings, block outputs, attention logits and logits
-(transformers: models/granite). Released files name the dropout of the authors' training.
-
-Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
-models/mistral). Mistral Small 3.1 and 3.2, and Ministral 3, are models with images (models/mistral3).
-
-Ministral 3 and Devstral 2 (transformers: models/ministral3).
-
-Olmo 2 (transformers: models/olmo2).
-
-Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
-
-Phi-3, 3.5 mini, 4 and 4 mini (transformers: models/phi3). Some released files name code of their
-own, which computes the same.
-
-Qwen 2 and 2.5, dense models (transformers: models/qwen2).
-
-Qwen 3, dense models (transformers: models/qwen3), and those of Qwen 3 VL (models/qwen3_vl).
-
-Seed-OSS (transformers: models/seed_oss). Released files name the dropout of the authors' training.
-
-SmolLM3: every fourth layer has no position embedding; layers may be sliding (transformers:
-models/smollm3).
+Of models with images, such as Gemma 3 and Mistral Small 3.1 (mistral3), the language model is
+loaded. Released files of Granite 3 and Seed-OSS name the dropout of the authors' training. Some of
+Phi name code of their own, which computes the same.
 """
 
 import dataclasses

@@ -1,17 +1,12 @@
-"""Qwen 3 with experts; some layers may be dense (transformers: models/qwen3_moe). Qwen 3 VL with
-experts has the same language model (models/qwen3_vl_moe), and always normalizes the weights.
+"""Families of models with experts; the names in parentheses are their models in transformers.
 
-GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and shared experts.
-
-Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
-
-MiniMax-M2: a sigmoid router, and norms of all heads together (transformers: models/minimax_m2).
-
-gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers:
-models/gpt_oss).
-
-Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data
-type.
+- Qwen 3 (qwen3_moe): some layers may be dense. Qwen 3 VL (qwen3_vl_moe) has the same language
+  model, and always normalizes the weights of experts
+- GLM 4.5 and 4.6 (glm4_moe): dense layers, then layers of experts with a sigmoid router and shared
+  experts. Layers of multi-token prediction are left out
+- MiniMax-M2 (minimax_m2): a sigmoid router, and norms of all heads together
+- gpt-oss (gpt_oss): experts with biases, attention sinks, sliding and full layers in turn. Released
+  files have experts in MXFP4 (`jaxlc.hf.files`); exports have all weights in one data type
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""DeepSeek V3 and V2, Kimi K2 and GLM 4.7 Flash: latent attention, dense layers first, then layers
-of experts with shared ones.
+"""Families of models with latent attention; the names in parentheses are their models in
+transformers.
 
-Transformers: models/deepseek_v3, deepseek_v2 and glm4_moe_lite. Kimi K2 has the layers of DeepSeek
-V3, and is exported as such. Layers of multi-token prediction are left out.
-
-Kimi Linear: layers of Kimi Delta Attention, and of latent attention without position embedding
-(transformers: models/kimi_linear).
+- DeepSeek V3 and V2 (deepseek_v3, deepseek_v2), Kimi K2 and GLM 4.7 Flash (glm4_moe_lite): dense
+  layers first, then layers of experts with shared ones. Kimi K2 has the layers of DeepSeek V3, and
+  is exported as such. Layers of multi-token prediction are left out
+- Kimi Linear (kimi_linear): layers of Kimi Delta Attention, and of latent attention without
+  position embedding
 """
 
 import dataclasses
