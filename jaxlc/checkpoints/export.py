@@ -440,7 +440,8 @@ def _write_weights(
             f"note: the export has the {weights} with the adapters, rounded to {dtype}{experts}"
         )
     layouts = layouts_of(family, model)
-    others, prefix = record.get("tensors", {}), record.get("prefix", "")
+    others = record.get("tensors", {})
+    prefix = record.get("prefix", "")
     described = _described(layouts, dtype, in_mxfp4)
     tensors = {family.with_prefix(name, prefix): x for name, x in described.items()}
     tensors |= {name: (x["dtype"], tuple(x["shape"])) for name, x in others.items()}
@@ -452,7 +453,8 @@ def _write_weights(
         for group in groups_within(sizes):
             progress(sum(sizes[: group[0]]), sum(sizes))
             for path, array in params.read([paths[index] for index in group]).items():
-                layout, adapter = layouts[path], read_adapter(config, params, path)
+                layout = layouts[path]
+                adapter = read_adapter(config, params, path)
                 if path in in_mxfp4:
                     _write_mxfp4(files, layout, array)
                     continue

@@ -162,7 +162,8 @@ def _bits(x: jax.Array) -> jax.Array:
 CHECKPOINTS_DIRECTORY = "checkpoints"
 # In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run
 # could not read.
-TEMPORARY, UNREADABLE = ".orbax-checkpoint-tmp", ".unreadable"
+TEMPORARY = ".orbax-checkpoint-tmp"
+UNREADABLE = ".unreadable"
 _next_hook = sys.__unraisablehook__  # in a command, the hook of `jaxlc.interrupts`
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
@@ -269,7 +270,8 @@ def quiet_failures() -> Iterator[None]:
     collection is off meanwhile, because it could run in any thread: in one that was inside a JAX
     callback it crashed the process (JAX 0.12.0.1).
     """
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -291,7 +293,8 @@ def quiet_saves() -> None:
         logging.getLogger(name).addFilter(_has_no_traceback)  # has no effect the second time
     global _next_hook
     if sys.unraisablehook is not _report_unraisable:
-        _next_hook, sys.unraisablehook = sys.unraisablehook, _report_unraisable
+        _next_hook = sys.unraisablehook
+        sys.unraisablehook = _report_unraisable
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

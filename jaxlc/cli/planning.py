@@ -348,7 +348,9 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     of `init` does not depend on the given config, unless the config has stages.
     """
     start_seconds = time.monotonic()
-    flags, stages, path = command.flags, command.stages, local_path(command.flags.out)
+    flags = command.flags
+    stages = command.stages
+    path = local_path(command.flags.out)
     verb = "init" if isinstance(flags, InitFlags) else "recommend"
     source, model = flags.config, flags.model or ""
     topology = target_topology(flags.topology, stages[0].config)

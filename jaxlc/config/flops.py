@@ -143,7 +143,8 @@ def quantized_matrices(model: ModelConfig, config: RunConfig) -> dict[str, Quant
     as layers_2/attention/wq. nf4: the matrices of layers, without routers. mxfp4: the experts of a
     family that has them in MXFP4, which nf4 does not change.
     """
-    frozen, found = config.precision.frozen, dict[str, QuantizedMatrix]()
+    frozen = config.precision.frozen
+    found = dict[str, QuantizedMatrix]()
     if frozen not in _QUANTIZED_BYTES:
         return {}
     has_mxfp4 = any(

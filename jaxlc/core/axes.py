@@ -31,7 +31,9 @@ BATCH_AXES = (DATA, FSDP)  # axes that split the batch
 WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use
 
 # Entries of a parameter tree whose arrays have a leading dimension of layers: `is_layers`.
-FIRST_LAYERS, LAYERS, LAST_LAYERS = "first_layers", "layers", "last_layers"
+FIRST_LAYERS = "first_layers"
+LAYERS = "layers"
+LAST_LAYERS = "last_layers"
 
 
 def is_layers(name: str) -> bool:

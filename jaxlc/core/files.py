@@ -85,7 +85,8 @@ MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much 
 
 
 # Escapes of surrogates, which JSON may have alone, and the surrogates themselves.
-_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode())
 _LFS_POINTER = b"version https://git-lfs"
 ADAPTER_FILE = "adapter_config.json"  # of peft

@@ -88,7 +88,8 @@ def run(
                 yield None
             for connection in ready:
                 process = running[connection]
-                number, (value, is_last) = process.number, process.receive()
+                number = process.number
+                value, is_last = process.receive()
                 if is_last and value is None and is_reused and waiting:
                     process.begin(function, *waiting.popleft())
                 elif is_last:

@@ -197,7 +197,8 @@ def open_corpus(
         )
         for source, store in zip(configs, stores)
     ]
-    heldout, heldout_identity = evaluated, config.eval_fraction
+    heldout = evaluated
+    heldout_identity = config.eval_fraction
     if evaluated is not None:
         heldout_identity = evaluated.store.fingerprint
     elif config.eval_fraction:
@@ -317,7 +318,9 @@ def _open_source(
     Raises:
       UserError: it selects no document, or has too few tokens.
     """
-    config, warnings, setting = opener.config, opener.warnings, setting_of(source)
+    config = opener.config
+    warnings = opener.warnings
+    setting = setting_of(source)
     split = split_documents(store, eval_fraction, setting)
     train = packed_train(opener, source, store, split)
     heldout = packed_source(split.store, split.heldout_ids, source, config.seq_len, None)
@@ -347,7 +350,9 @@ def packed_train(
     Raises:
       UserError: its documents are not text, or its chats have no token with a loss.
     """
-    config, warnings, setting = opener.config, opener.warnings, setting_of(source)
+    config = opener.config
+    warnings = opener.warnings
+    setting = setting_of(source)
     num_invalid, first = store.notes.counts.get(INVALID_DOCUMENTS, (0, ""))
     # Python's library has test files in other encodings
     if num_invalid and source.paths != (PYTHON_STDLIB,):

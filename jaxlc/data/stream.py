@@ -258,7 +258,8 @@ class ChunkedSequences(JoinedSequences):
             for used in [x for x in self._made if x in self._bytes][:-1]:
                 if sum(self._bytes.values()) > self._limit_bytes / 2:
                     del self._made[used], self._bytes[used]
-        config, setting = self.opener.config, corpus.setting_of(self.source)
+        config = self.opener.config
+        setting = corpus.setting_of(self.source)
         fields = Fields.from_config(self.source)
         # NFS keeps deleted files as .nfs* until they are closed, and so the directory
         with TemporaryDirectory(
@@ -331,9 +332,11 @@ class Stream(DataSource):
           UserError: files cannot be listed, or the held-out text cannot be read.
         """
         errors.require("fsspec", "config.data.stream")
-        data, cache = config.data, local_path(config.data.cache_dir)
+        data = config.data
+        cache = local_path(config.data.cache_dir)
         (source,) = corpus.source_configs(data)
-        setting, chunk_bytes = corpus.setting_of(source), int(data.stream_cache_gib * _CHUNK_BYTES)
+        setting = corpus.setting_of(source)
+        chunk_bytes = int(data.stream_cache_gib * _CHUNK_BYTES)
         make_writable(cache, "use a different --config.data.cache_dir")
         for left in cache.glob(f"{_PREFIX}*"):  # by a process that was killed
             is_open = any(left.glob(".nfs*"))  # by a run of another machine

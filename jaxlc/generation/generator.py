@@ -166,7 +166,8 @@ class CachedStep:
         places = stacks.places(segment.kinds)
 
         def run_period(carry, inputs):
-            (x_BCD, caches), (params, index) = carry, inputs
+            x_BCD, caches = carry
+            params, index = inputs
             updated = []
             chosen = []
             for place, cache in zip(places, caches, strict=True):

@@ -40,7 +40,8 @@ from jaxlc.core import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file, write_json
 from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as I32, are of quantized weights.
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -302,7 +303,8 @@ def _products(quantized: type[Mxfp4 | Nf4], codes: np.ndarray, factors: np.ndarr
     return values.astype(ml_dtypes.bfloat16).reshape(*factors.shape[:-1], -1)
 
 
-_SCALE, _ACTIVATION_SCALE = "_scale_inv", "activation_scale"
+_SCALE = "_scale_inv"
+_ACTIVATION_SCALE = "activation_scale"
 _SCALE_DTYPES = (*DTYPES, "F8_E8M0")
 _CONVERTED_ROWS = 128  # at a time, so that few values are in float32
 # The values of all bytes: a table is faster than a conversion by ml_dtypes.
@@ -385,9 +387,11 @@ def _dequantized(
     method = quantization.get("quant_method")
     whole, suffixes = {}, ()
     if method == "mxfp4":
-        whole, suffixes = _joined_mxfp4(tensors), (BLOCKS, SCALES)
+        whole = _joined_mxfp4(tensors)
+        suffixes = (BLOCKS, SCALES)
     elif method == BITSANDBYTES:
-        whole, suffixes = _joined_nf4(tensors), (_NF4_STATE, *_NF4_PARTS)
+        whole = _joined_nf4(tensors)
+        suffixes = (_NF4_STATE, *_NF4_PARTS)
     elif method == "fp8":
         block_size = quantization.get("weight_block_size", (128, 128))
         whole = {

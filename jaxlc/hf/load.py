@@ -116,7 +116,8 @@ class Layout:
             )
         if inputs == 0:
             return (math.prod(self.shape),)
-        outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+        outputs = math.prod(self.shape[inputs:])
+        inputs = math.prod(self.shape[:inputs])
         return (outputs, 1, inputs) if self.tensor.is_convolution else (outputs, inputs)
 
     def stored_rows(self, rows: slice) -> Iterator[slice]:
@@ -128,7 +129,8 @@ class Layout:
         first = rows.start // size
         for group in range(first, max(first + 1, -(-rows.stop // size))):
             shift = group * (stride - size) + self.first_row
-            start, stop = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
+            start = max(rows.start, group * size)
+            stop = min(rows.stop, (group + 1) * size)
             yield slice(start + shift, stop + shift)
 
     def stored_slices(
@@ -209,7 +211,9 @@ def load_params(
     """
     files, layouts = open_files(directory, family, model)
     abstract = dict(paths_of(abstract_params))
-    total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
+    total = sum(map(_num_bytes, abstract.values()))
+    done = 0
+    loaded = {}
 
     def load(path: str, param: Any) -> Any:
         array = jax.block_until_ready(_load(files, layouts[path], param))
@@ -292,7 +296,8 @@ def layouts_of(
     Args:
       choose: (the layout of a parameter, the layout of its alias) -> the one to use.
     """
-    layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
+    layouts = {}
+    outside = {tensor.param: tensor for tensor in family.tensors_of()}
     abstract = shapes_of(model)
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
@@ -378,7 +383,8 @@ def of_language_model(
     tensors: Mapping[str, Any], family: Family, model: ModelConfig
 ) -> dict[str, Any]:
     """The tensors of the language model, with the names that they have in a model without images."""
-    renamed, left_out = {}, family.prefixes_left_out(model)
+    renamed = {}
+    left_out = family.prefixes_left_out(model)
     for name, tensor in tensors.items():
         if not name.startswith(left_out):
             prefix = family.prefix_of([name])
@@ -480,7 +486,8 @@ def _load_quantized(files: TensorFiles, layout: Layout, param: Quantized) -> Qua
       Unsupported: the parameter is a part of a tensor in NF4, whose blocks have also other parts.
     """
     stored_as = Nf4Tensor if isinstance(param, Nf4) else Mxfp4Tensor
-    quantize, layers = _quantizer(files, layout, param), []
+    quantize = _quantizer(files, layout, param)
+    layers = []
     for layer, names in enumerate(np.reshape(layout.names, (param.shape[0], -1))):
         stored = [x for x in map(files.tensors.get, names) if isinstance(x, stored_as)]
         if stored and (layout.num_rows or len(stored) < len(names)):
@@ -515,12 +522,15 @@ def _read_stored(
     Args:
       name, shape: of an array of the parameter.
     """
-    slices, num_stacked = [slice(*bounds) for bounds in index], len(layout.stack_shape)
+    slices = [slice(*bounds) for bounds in index]
+    num_stacked = len(layout.stack_shape)
     if num_stacked > 1:  # experts with tensors of their own
         tensors = tensors[slices[1]]
-    shape, slices = [*shape[num_stacked:]], slices[num_stacked:]
+    shape = [*shape[num_stacked:]]
+    slices = slices[num_stacked:]
     if layout.tensor.interleaved is not None:
-        shape[1], slices[1] = 2 * shape[1], layout.stored_columns(slices[1])
+        shape[1] = 2 * shape[1]
+        slices[1] = layout.stored_columns(slices[1])
     parts = [files.read_part(tensor, name, slices, shape) for tensor in tensors]
     return np.stack(parts) if num_stacked > 1 else parts[0]
 
@@ -554,7 +564,8 @@ def _quantizer(
         def read(index: Index) -> np.ndarray:
             return read_shard(files, layout, ((layer, layer + 1, 1), *index[1:]), weights)
 
-        matrices, options = _together(lambda: _from_shards(weights, read)), {}
+        matrices = _together(lambda: _from_shards(weights, read))
+        options = {}
         if isinstance(param, Nf4):
             largest = np.asarray(largest_magnitudes(matrices))
             options["offset"] = largest.mean(-1, dtype=np.float64).astype(np.float32)
@@ -573,7 +584,8 @@ def read_shard(files: TensorFiles, layout: Layout, index: Index, param: Any) -> 
     """
     shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
     num_stacked = len(layout.stack_shape)
-    first, within = [start for start, *_ in index[:num_stacked]], index[num_stacked:]
+    first = [start for start, *_ in index[:num_stacked]]
+    within = index[num_stacked:]
     # Rows of vocabulary padding are not in the file, and remain 0.
     slices = [
         slice(min(start, size), min(stop, size))

@@ -150,7 +150,8 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
     # w [B, L, H, K], an array [B, L, H, C], and one [..., M] of states or outputs
     w, square, *_ = call.arrays if is_forward else operands
     *tokens, key_dim = w.dims
-    C, num_columns = square.dims[-1], operands[-1].dims[-1]
+    C = square.dims[-1]
+    num_columns = operands[-1].dims[-1]
     # products [C, K] [K, M], in units of products of [C, C] and [C, columns]
     of_states = key_dim * num_columns // C
     narrow, exact = num_columns + 3 * of_states, 0
@@ -160,7 +161,8 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
         inverse = 2 * (C.bit_length() - 2) * C
         narrow, exact = 2 * key_dim, inverse + solved
         if not is_forward:
-            narrow, exact = 5 * key_dim + num_columns + 4 * of_states, 2 * solved + key_dim
+            narrow = 5 * key_dim + num_columns + 4 * of_states
+            exact = 2 * solved + key_dim
     batch = math.prod(tokens) // C
     yield Product("bf16", C, C, narrow, batch)
     yield Product("f32", C, C, exact, batch)

@@ -75,7 +75,8 @@ def attend_one(
     Returns:
       (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
     """
-    (batch, _, num_heads, width), num_kv_heads = q_B1NH.shape, k_BLSKH.shape[3]
+    batch, _, num_heads, width = q_B1NH.shape
+    num_kv_heads = k_BLSKH.shape[3]
     q_BGKH = q_B1NH.reshape(batch, num_kv_heads, -1, width).swapaxes(1, 2)
     # A cache of another dtype is cast block by block.
     in_place = hasattr(kernel, "forward_in_layer") and k_BLSKH.dtype == q_B1NH.dtype
@@ -87,7 +88,8 @@ def attend_one(
 
 
 def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
-    (batch, groups, num_kv_heads, _), max_keys = q_BGKH.shape, k_BLSKH.shape[2]
+    batch, groups, num_kv_heads, _ = q_BGKH.shape
+    max_keys = k_BLSKH.shape[2]
     num_rows = max(_MIN_ROWS, 1 << (groups - 1).bit_length())
     num_parts = max(1, min(_NUM_PROGRAMS // (batch * num_kv_heads), max_keys // _MIN_PART_KEYS))
     part_keys = -(-max_keys // (num_parts * _KV_BLOCK)) * _KV_BLOCK
@@ -107,7 +109,8 @@ def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
 
 
 def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
-    (batch, groups, num_kv_heads, _), max_keys = q_BGKH.shape, k_BLSKH.shape[2]
+    batch, groups, num_kv_heads, _ = q_BGKH.shape
+    max_keys = k_BLSKH.shape[2]
     block = min(_BLOCK_KEYS, max_keys)
     ends_BG = jnp.broadcast_to(num_keys_B[:, None], (batch, groups))
 
@@ -307,7 +310,8 @@ class CachedAttention(CachedKernels):
         A chunk of full layers has the form of packed documents: all queries of a sequence have the
         same keys.
         """
-        (batch, chunk_tokens, num_heads, _), head_dim = self.q_like.shape, self._cached_dim
+        batch, chunk_tokens, num_heads, _ = self.q_like.shape
+        head_dim = self._cached_dim
         num_rows = max(chunk_tokens * num_heads, self.layout.tokens_per_rank * self.num_kv_heads)
         batch_ranks = num_replicas(self.mesh.shape)
         problem = sharded_attention.problem_on(
@@ -358,7 +362,8 @@ class CachedAttention(CachedKernels):
 
     def _attend_window(self, q_bcnH, added, cache, layer, new: NewTokens, ranges, weights):
         """Attention of a chunk to the last tokens, whether they are in the cache or in the chunk."""
-        (batch, c), window = q_bcnH.shape[:2], self.window
+        batch, c = q_bcnH.shape[:2]
+        window = self.window
         chunk = jax.tree.map(_gathered, added)
         # Key s is the token num_past - window + s.
         slots_bw = (new.num_past_B[:, None] + jnp.arange(window, dtype=jnp.int32)) % window

@@ -318,7 +318,9 @@ def run_stack(
     """
     stacks = Stacks.split(layers, is_frozen)
     places = stacks.places(segment.kinds)
-    run_layer, shard, remat = context.run_layer, context.shard, context.remat
+    run_layer = context.run_layer
+    shard = context.shard
+    remat = context.remat
     # arrays that are equal for all layers
     shared = LayerTokens(positions_BT, context.experts_LBTk), context.ranges
 
@@ -341,24 +343,23 @@ def run_stack(
     if remat.layers_per_group > 1:
         size = segment.remat_group(remat.layers_per_group)
         places = stacks.places(segment.kinds * (size // len(places)))
-        runs, params, places = (
-            [remat.wrap_group(_group_of(run_kind, places))],
-            stacks.grouped(places),
-            None,
-        )
+        runs = [remat.wrap_group(_group_of(run_kind, places))]
+        params = stacks.grouped(places)
+        places = None
     elif len(places) == 1:
-        runs, params, places = [run_kind[places[0].kind]], stacks.params.of(places[0].stack), None
+        runs = [run_kind[places[0].kind]]
+        params = stacks.params.of(places[0].stack)
+        places = None
     elif shard.weights_on_host:
-        runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
+        runs = [run_kind[place.kind] for place in places]
+        params = stacks.grouped(places)
     else:
         place_runs = [
             functools.partial(_run_at, functools.partial(run_one, place), place.index)
             for place in places
         ]
-        runs, params = (
-            [_in_backward_order(wrap_layer(run)) for run in place_runs],
-            stacks.grouped(places),
-        )
+        runs = [_in_backward_order(wrap_layer(run)) for run in place_runs]
+        params = stacks.grouped(places)
     if shard.weights_on_host:
         x_BTD, sums = offloaded_layers.run_layers(
             runs, places, x_BTD, params, shared, shard.fetched

@@ -196,7 +196,8 @@ class _PrefetchedLayers:
         is_one = self.places is None
 
         def run_iteration(carry, operands):
-            (iteration, dx_BTD, weights, following), (backwards, dsums) = carry, operands
+            iteration, dx_BTD, weights, following = carry
+            backwards, dsums = operands
             dweights = []
             dsums = [dsums] if is_one else dsums
             for index in reversed(range(len(self.runs))):

@@ -140,7 +140,8 @@ class Quantized:
 
 def _as_stored(weights: jax.Array, sizes: tuple[int, int]) -> jax.Array:
     """[stack..., outputs..., inputs...] of matrices [stack..., inputs..., outputs...]."""
-    order, inputs = tuple(range(weights.ndim)), weights.ndim - sum(sizes)
+    order = tuple(range(weights.ndim))
+    inputs = weights.ndim - sum(sizes)
     outputs = inputs + sizes[0]
     return weights.transpose(*order[:inputs], *order[outputs:], *order[inputs:outputs])
 
@@ -162,7 +163,8 @@ class Nf4(Quantized):
         cls, weights: jax.Array, sizes: tuple[int, int], offset: jax.Array | None = None
     ) -> "Nf4":
         """`offset`: None, or a more exact mean of `largest_magnitudes`."""
-        blocks, largest = _blocks(weights, sizes), largest_magnitudes(weights, sizes)
+        blocks = _blocks(weights, sizes)
+        largest = largest_magnitudes(weights, sizes)
         offset = largest.mean(-1) if offset is None else offset
         normed = blocks * (1 / jnp.maximum(largest, _TINY)).reshape(*blocks.shape[:-1], 1)
         *before, last = _as_stored(weights, sizes).shape
@@ -187,7 +189,8 @@ class Mxfp4(Quantized):
     inputs.
     """
 
-    VALUES, SHIFTS = np.concatenate([E2M1, -E2M1]), (0, 4)
+    VALUES = np.concatenate([E2M1, -E2M1])
+    SHIFTS = (0, 4)
 
     @classmethod
     def of(cls, weights: jax.Array, sizes: tuple[int, int]) -> "Mxfp4":
@@ -263,7 +266,8 @@ def scale_values() -> np.ndarray:
     """The 256 values of the codes of scales, float32, ascending: the signed dynamic data type
     (Dettmers 2015, arXiv:1511.04561), as `functional.create_dynamic_map` of bitsandbytes has it.
     """
-    values, first = [np.float32(0), np.float32(1)], np.float32(0.1)
+    values = [np.float32(0), np.float32(1)]
+    first = np.float32(0.1)
     for exponent in range(7):
         places = np.arange(2**exponent + 1)
         # `torch.linspace`: from both ends, where a product and a sum are rounded once

@@ -355,7 +355,8 @@ class StagesPlan:
           command_line: the command that printed it, for advice.
         """
         first = self.stages[0].plan
-        (low, high), median = self.interval, self.interval.median
+        low, high = self.interval
+        median = self.interval.median
         lines = [
             f"{first.topology}: {count_text(first.num_devices, 'GPU')}; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),

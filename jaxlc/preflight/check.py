@@ -58,7 +58,8 @@ def check_directory(
         free_bytes = shutil.disk_usage(directory).free
     except UserError as error:
         reason = error.__cause__ if error.__cause__ is not None else error
-        problems["write"], free_bytes = reason_of(reason), 2**62
+        problems["write"] = reason_of(reason)
+        free_bytes = 2**62
     own = directory / f"{process_id}"
     other = (process_id + 1) % num_processes
     with _noted(problems, "write"):

@@ -122,9 +122,14 @@ class Layout:
     """A mesh, a strategy and microbatches; estimates the step with any settings of memory."""
 
     def __init__(self, config: Config, rates: Rates, kernels: Mapping[str, str]):
-        self.config, self.rates, self.kernels = config, rates, kernels
-        self.gpus, self.roofline = rates.gpus, rates.roofline
-        model, mesh, train = config.model, config.mesh, config.train
+        self.config = config
+        self.rates = rates
+        self.kernels = kernels
+        self.gpus = rates.gpus
+        self.roofline = rates.roofline
+        model = config.model
+        mesh = config.mesh
+        train = config.train
         self.model = TimeModel(self.gpus, config, self.roofline)
         self.num_sequences = num_sequences(config)
         self.tokens = self.num_sequences * config.data.seq_len / mesh.context
@@ -143,10 +148,8 @@ class Layout:
     def estimate(self, memory: MemoryConfig) -> Estimate:
         gpus_per_node = self.gpus.used_gpus_per_node
         config = dataclasses.replace(self.config, memory=memory)
-        pinned, staging_bytes = (
-            pinned_bytes(config, self.state),
-            self.state.trained + self.state.optimizer,
-        )
+        pinned = pinned_bytes(config, self.state)
+        staging_bytes = self.state.trained + self.state.optimizer
         pools_bytes = host_pools_per_node_bytes(
             host_pool_bytes(config.runtime, pinned.pooled), self.gpus
         )
@@ -174,10 +177,8 @@ class Layout:
         # in two bytes each; with several microbatches also a float32 sum of gradients
         if memory.node_copy_devices:
             shards_per_rank = config.mesh.num_devices / config.mesh.data / memory.node_copy_devices
-            num_trained, num_frozen = (
-                state.trained / 4,
-                state.frozen / FROZEN_BYTES[config.precision.frozen],
-            )
+            num_trained = state.trained / 4
+            num_frozen = state.frozen / FROZEN_BYTES[config.precision.frozen]
             gradient_bytes = 2 if config.train.gradient_accumulation_steps == 1 else 6
             total += shards_per_rank * (
                 2 * (num_trained + num_frozen) + gradient_bytes * num_trained
@@ -204,11 +205,14 @@ class Layout:
         return layer * memory.layers_per_remat_group + 6 * self.head_params + logits
 
     def _step_seconds(self, config: Config) -> float:
-        device, memory = self.gpus.device, config.memory
-        tile, group = memory.tile_tokens, memory.layers_per_remat_group
+        device = self.gpus.device
+        memory = config.memory
+        tile = memory.tile_tokens
+        group = memory.layers_per_remat_group
         attention_forward, attention_backward = self.attention_seconds(tile)
         forward, backward = self.layer_seconds(tile)
-        collectives, all_forward = self.collectives, sum(forward.values())
+        collectives = self.collectives
+        all_forward = sum(forward.values())
         is_saved = memory.remat == "none" or saves_attention(memory)
         reruns = float(group > 1) if is_saved else 2 - 1 / group
         recomputed = sum(forward[name] for name in _PRODUCTS[:-1] if name not in _saved(memory))
@@ -235,7 +239,8 @@ class Layout:
         num_groups = self.config.model.num_remat_groups(group)
         offloaded = activation_bytes(self.config, offload, num_groups)
         layers += max(0.0, 2 * self.roofline.host_seconds(device, offloaded) - layers)
-        num_microbatches, shard = self.config.train.gradient_accumulation_steps, self.state.trained
+        num_microbatches = self.config.train.gradient_accumulation_steps
+        shard = self.state.trained
         # float32: each microbatch adds its gradients to a sum; the update reads and writes
         # parameters and moments.
         sums = self.roofline.memory_seconds(device, 3 * shard)
@@ -257,7 +262,8 @@ class Layout:
             pairs = (
                 self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
             )
-            shape, share = model.of_kind(kind), model.num_layers_of(kind) / model.num_layers
+            shape = model.of_kind(kind)
+            share = model.num_layers_of(kind) / model.num_layers
             # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One
             # ring step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
@@ -281,7 +287,8 @@ class Layout:
         """Matrix products of a layer with its weights: forward by the name of the result, and
         backward.
         """
-        model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
+        model = self.config.model
+        rows = min(tile_tokens or self.tokens, self.tokens)
         dims = self.dims
         widths = (dims.queries, *[dims.expanded / 2] * 2, dims.query, *[dims.ffn] * 3)
         forward = {
@@ -324,8 +331,11 @@ class Layout:
         )
 
     def _collectives(self) -> "_Collectives":
-        config, model, mesh = self.config, self.config.model, self.config.mesh
-        ranks, steps = num_head_ranks(config), num_ring_steps(config)
+        config = self.config
+        model = self.config.model
+        mesh = self.config.mesh
+        ranks = num_head_ranks(config)
+        steps = num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
         dims = self.dims
         layer_params = model.model_dim * (
@@ -374,7 +384,9 @@ class _Dims(NamedTuple):
 
 
 def _dims_of(layer: LayerConfig, config: Config) -> _Dims:
-    tensor, matrices, sizes = config.mesh.tensor, mixer_matrices(layer), layer.attention
+    tensor = config.mesh.tensor
+    matrices = mixer_matrices(layer)
+    sizes = layer.attention
     ffn = active_ffn_dim(layer) / tensor
     if not matrices:
         return _Dims(*[0.0] * 7, ffn)
@@ -391,7 +403,8 @@ def _dims_of(layer: LayerConfig, config: Config) -> _Dims:
         if path in matrices
     }
     saved = mixer.saved_bytes(layer, config, 1)
-    sends_latents, latent_dim = "key" not in saved, tensor * dims["latent"]
+    sends_latents = "key" not in saved
+    latent_dim = tensor * dims["latent"]
     num_expansions = num_ring_steps(config) if sends_latents else 1
     return _Dims(
         sum(dim for name, dim in dims.items() if name.startswith("query")),

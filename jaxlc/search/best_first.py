@@ -207,7 +207,8 @@ def with_advice(
       starting: called with a description of each program before it is compiled.
     """
     config = on_gpus(config, gpus)
-    rates, layouts = Rates(gpus, roofline), dict[int, Layout]()
+    rates = Rates(gpus, roofline)
+    layouts = dict[int, Layout]()
     candidates = []  # `config` itself, then its changes
     for settings in ({}, *space.changes(config, gpus.device)):
         changed = space.unchecked(config, settings)

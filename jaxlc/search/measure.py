@@ -35,7 +35,8 @@ def measure_step(config: Config, repeats: int, document_lengths: Sequence[int] =
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     step = build_step(config, mesh)
     compiled = step.compile()
-    state, batch = step.init(), random_batch(step, document_lengths)
+    state = step.init()
+    batch = random_batch(step, document_lengths)
 
     def run():
         nonlocal state  # its buffers are donated to the new state
@@ -43,7 +44,8 @@ def measure_step(config: Config, repeats: int, document_lengths: Sequence[int] =
         return metrics
 
     seconds = min(seconds_of_calls(run, repeats=repeats))
-    device, memory = mesh.devices.flat[0], compiled.memory_analysis()
+    device = mesh.devices.flat[0]
+    memory = compiled.memory_analysis()
     chip = hardware.find(device.device_kind)
     flops_per_second = config.flops_per_step / seconds
     return dict(
@@ -69,7 +71,8 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
       document_lengths: documents of every sequence, in tokens, which fill it. Empty: one document.
     """
     like = step.abstract_batch
-    shape, vocab_size = like.tokens.shape, step.config.model.vocab_size
+    shape = like.tokens.shape
+    vocab_size = step.config.model.vocab_size
     lengths = np.array(document_lengths or shape[-1:], np.int32)
     segment_ids_T = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
     positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])

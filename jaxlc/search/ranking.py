@@ -339,7 +339,8 @@ class Ranking:
         fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
         if not fitting:
             return ""
-        (_, first), speed = fitting[0], "tokens_per_second_per_device"
+        _, first = fitting[0]
+        speed = "tokens_per_second_per_device"
         # a ratio has at most the errors of both times
         both = math.log(first["step_seconds_high"] / first["step_seconds_low"])
         spread = min(self.pair_spread, both)
@@ -438,8 +439,10 @@ def _figures(row: Row, price_per_gpu_hour: float | None = None) -> dict[str, str
     """Results by their headings: measurements as they are, estimated times as scaled medians with
     two digits.
     """
-    seconds, is_estimate = row["step_seconds"], row.get("figures") == "estimated"
-    interval, step = Interval(1.0, 1.0), f"{seconds:,.3g} s"
+    seconds = row["step_seconds"]
+    is_estimate = row.get("figures") == "estimated"
+    interval = Interval(1.0, 1.0)
+    step = f"{seconds:,.3g} s"
     if is_estimate:
         interval = Interval(row["step_seconds_low"] / seconds, row["step_seconds_high"] / seconds)
         step = estimate_text(seconds, interval).removeprefix("about ")

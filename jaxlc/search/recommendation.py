@@ -65,7 +65,8 @@ def config_source(
       recommended: the config of each stage.
       verb: of the command.
     """
-    is_preset, path = model in PRESETS, local_path(model)
+    is_preset = model in PRESETS
+    path = local_path(model)
     # absolute, so that the file can be read from other directories
     if model and not is_preset and path.is_dir():
         model = str(path.resolve())
@@ -174,11 +175,9 @@ def recommend(
                     if candidate.estimate.fits(part, working_ratio=0.0):
                         pool.append(candidate)
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
-        num_tokens, num_sequences, num_gpus = (
-            config.data.seq_len,
-            config.train.global_batch_size,
-            gpus.num_gpus,
-        )
+        num_tokens = config.data.seq_len
+        num_sequences = config.train.global_batch_size
+        num_gpus = gpus.num_gpus
         raise UserError(
             f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences"
             f" of a step and the {config.model.attention.num_heads} query heads; use"
@@ -299,10 +298,8 @@ def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -
 
 def _reason(config: Config, rates: Rates, shortest: int) -> str:
     """What is too large for a sequence of `shortest` tokens."""
-    gpus, estimates = (
-        rates.gpus,
-        [x.estimate for x in candidates(config, rates, shortest, max_sequences=1)],
-    )
+    gpus = rates.gpus
+    estimates = [x.estimate for x in candidates(config, rates, shortest, max_sequences=1)]
     usable_bytes, usable_host_bytes = usable_memory(gpus)
     on_gpu = [x.exact_bytes for x in estimates if x.host_bytes_per_node <= usable_host_bytes]
     on_host = [x.host_bytes_per_node for x in estimates if x.exact_bytes <= usable_bytes]
@@ -335,8 +332,10 @@ def page(
     pair_spread: float = PAIR_SPREAD,
 ) -> str:
     """Plain text. Arguments as the fields of `Ranking`."""
-    config, search = recommendation.base, recommendation.search
-    goal, model = search.goal.replace("_", " "), model_name(vars(config.model))
+    config = recommendation.base
+    search = recommendation.search
+    goal = search.goal.replace("_", " ")
+    model = model_name(vars(config.model))
     length = "longest sequence" if search.goal == "longest" else f"{config.data.seq_len:,} tokens"
     lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
     if recommendation.estimated is not None:

@@ -81,14 +81,17 @@ def row_of(result: "Plan", config: Config) -> Row:
     """The columns of a compiled step, for its documents if the plan has them; `core.processes`
     adds its status.
     """
-    predicted, memory, ring = result.predicted, result.memory, result.ring
+    predicted = result.predicted
+    memory = result.memory
+    ring = result.ring
     low, high = predicted.step_seconds_interval
     largest = (
         f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}"
         for array in memory.largest[:3]
     )
     by_resource = predicted.seconds_by_resource.items()
-    times, relative = {name: getattr(predicted, name) for name in _TIMES}, 1.0
+    times = {name: getattr(predicted, name) for name in _TIMES}
+    relative = 1.0
     if result.packing is not None:
         documents = result.packing.estimates[-1]  # the mean, or the only one
         relative = documents.step_seconds / predicted.step_seconds
@@ -228,7 +231,8 @@ def run(
         fingerprint_of(json.dumps([to_dict(point.config), about], sort_keys=True))
         for point in points
     ]
-    rows, configs = {row["key"]: row for row in read_json_lines(path)}, dict[str, Config]()
+    rows = {row["key"]: row for row in read_json_lines(path)}
+    configs = dict[str, Config]()
     new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
         log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")

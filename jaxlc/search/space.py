@@ -191,7 +191,8 @@ def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> S
 
 def memory_settings(config: Config) -> Iterator[Settings]:
     """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
-    tokens, segment = config.data.seq_len // config.mesh.context, config.model.repeated
+    tokens = config.data.seq_len // config.mesh.context
+    segment = config.model.repeated
     tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
     for activations, tile, (optimizer, parameters) in itertools.product(
         ACTIVATIONS, (0, *tiles), _STATE
@@ -293,10 +294,8 @@ def name_of(config: Config) -> str:
     layout = layout_name(
         vars(config.mesh), config.attention.strategy, config.attention.ulysses_degree
     )
-    steps, changed = (
-        config.train.gradient_accumulation_steps,
-        [path for path in departures(config) if "memory" in path],
-    )
+    steps = config.train.gradient_accumulation_steps
+    changed = [path for path in departures(config) if "memory" in path]
     values = {
         path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)
     }

@@ -167,10 +167,8 @@ def _needed(pieces: np.ndarray, num_places: int, window: int) -> np.ndarray:
     pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
     needed = np.zeros((num_places, num_places), np.int64)
     for lag in range(1, len(pieces)):
-        (document, offset, size, place), (other, other_offset, _, other_place) = (
-            pieces[:-lag].T,
-            pieces[lag:].T,
-        )
+        document, offset, size, place = pieces[:-lag].T
+        other, other_offset, _, other_place = pieces[lag:].T
         num_tokens = offset + size - np.maximum(offset, other_offset - (window - 1))
         num_tokens = np.where(document == other, np.maximum(num_tokens, 0), 0)
         if not num_tokens.any():

@@ -127,7 +127,8 @@ def sequence_work(
       prefixes: int [documents]: the number, from 1, of the earlier document that each continues; 0: none. Empty: all 0.
       few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
-    num_tokens, num_levels = config.data.seq_len, config.attention.shared_prefixes
+    num_tokens = config.data.seq_len
+    num_levels = config.attention.shared_prefixes
     segment_ids_T = np.zeros(num_tokens, np.int32)
     segment_ids_T[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     ancestors = ancestors_of(prefixes or [0] * len(lengths))
@@ -136,7 +137,8 @@ def sequence_work(
         missing = [(0, 0), (0, num_levels - ancestors.shape[1])]
         sequence["prefix_ids"] = np.pad(ancestors, missing)[segment_ids_T]
     order_T = order_of(sequence)
-    shards, tile_T = num_shards(config), _tile_of_tokens(config)
+    shards = num_shards(config)
+    tile_T = _tile_of_tokens(config)
     pieces = sequence_pieces(segment_ids_T, order_T, shards, tile_T)
     tokens = tokens_by_rank(pieces, len(lengths), shards, tile_T.max() + 1)
     pairs = pairs_by_rank(pieces, shards, tile_T.max() + 1)

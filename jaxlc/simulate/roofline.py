@@ -495,15 +495,16 @@ def read(text: str | bytes) -> Roofline:
 def _check_number(name: str, value: object) -> None:
     """Raises UserError if the value of a constant is not a number in its range."""
     if name.endswith("_share"):
-        expected, is_valid = (
-            "a fraction of the peak, greater than 0 and at most 1",
-            lambda x: 0 < x <= 1,
-        )
+        expected = "a fraction of the peak, greater than 0 and at most 1"
+        is_valid = lambda x: 0 < x <= 1
     elif name in ("time_scale", "time_spread", "pair_spread"):
-        expected, is_valid = "a positive number", lambda x: 0 < x < math.inf
+        expected = "a positive number"
+        is_valid = lambda x: 0 < x < math.inf
     elif name == "nccl_multiprocessors":
-        expected, is_valid = "a number from 0 to 100", lambda x: 0 <= x <= 100
+        expected = "a number from 0 to 100"
+        is_valid = lambda x: 0 <= x <= 100
     else:
-        expected, is_valid = "a number of at least 0", lambda x: 0 <= x < math.inf
+        expected = "a number of at least 0"
+        is_valid = lambda x: 0 <= x < math.inf
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_valid(value):
         raise UserError(f"invalid {name}={value} in the constants file: expected {expected}")

@@ -203,7 +203,8 @@ def sums_and_losses(
     out_specs = (LossSums(everywhere, everywhere, entropy), tokens)
     if with_gradients:
         out_specs = (*out_specs, hidden, everywhere)
-    head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
+    head = _HEAD
+    head_gradient = PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
     if spec.nodes is not None:
         mesh = spec.nodes.mesh
         out_specs, hidden, tokens = jax.tree.map(spec.nodes.spec, (out_specs, hidden, tokens))
@@ -394,7 +395,8 @@ def _distillation(logits_cv, teacher: Teacher, weights_c, spec: LossSpec):
     by itself, so that nothing cancels where the student gives it a small probability.
     """
     width = logits_cv.shape[1]
-    rows_c1, columns_ck = jnp.arange(len(logits_cv))[:, None], teacher.tokens - _columns(width)[0]
+    rows_c1 = jnp.arange(len(logits_cv))[:, None]
+    columns_ck = teacher.tokens - _columns(width)[0]
     is_here_ck = (columns_ck >= 0) & (columns_ck < width) & (teacher.tokens >= 0)
     places = rows_c1, jnp.where(is_here_ck, columns_ck, width)
     here_ck = logits_cv.at[places].get(mode="fill", fill_value=0)
@@ -502,12 +504,15 @@ def expert_sums(
       sums: of the layers, as `models.kinds.experts` returns them, [L, ...].
       segment_ids: of the microbatch; 0 is padding.
     """
-    counts_LE, probs_LE = sums["expert_counts"], sums["expert_probs"]
+    counts_LE = sums["expert_counts"]
+    probs_LE = sums["expert_probs"]
     num_layers, num_experts = counts_LE.shape
     num_tokens = jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1)
-    fractions, means = counts_LE / num_tokens, probs_LE / num_tokens / num_layers
+    fractions = counts_LE / num_tokens
+    means = probs_LE / num_tokens / num_layers
     if train.balance_loss_over == "layers":
-        fractions, means = fractions.mean(0), means.sum(0)
+        fractions = fractions.mean(0)
+        means = means.sum(0)
     return ExpertSums(
         balance_loss=num_experts * (fractions * means).sum(),
         router_z_loss=sums["router_z"].mean() / num_tokens,

@@ -93,10 +93,8 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
     differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
 
     def add_microbatch(totals, part: Batch):
-        (gradients, amax), (part_totals, cross_entropy) = (
-            totals,
-            differentiate(params, histories, part),
-        )
+        gradients, amax = totals
+        part_totals, cross_entropy = differentiate(params, histories, part)
         gradients = update.add(gradients, part_totals[0], dims)
         return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
 
@@ -107,7 +105,8 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
         return over_microbatches(cross_entropy), *totals
     # No zeros, which would be allocated on the device: the sum starts with the gradients of the
     # first microbatch.
-    first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
+    first = jax.tree.map(lambda x: x[0], batch)
+    others = jax.tree.map(lambda x: x[1:], batch)
     totals, first_cross_entropy = differentiate(params, histories, first)
     if len(batch.tokens) == 1:
         return first_cross_entropy, *totals

@@ -150,7 +150,8 @@ def scale_by_muon(
     def update(gradients, state: MuonState, params=None):
         del params
 
-        beta, momentum = config.momentum, state.momentum
+        beta = config.momentum
+        momentum = state.momentum
         momentum = jax.tree.map(lambda m, g: m + (1 - beta) * (g - m), momentum, gradients)
         directions = jax.tree.map(lambda g, m: g + beta * (m - g), gradients, momentum)
         updates = jax.tree.map(

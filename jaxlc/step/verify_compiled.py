@@ -26,7 +26,8 @@ from jaxlc.step.state import HOST, PINNED_HOST
 from jaxlc.step.step import TrainStep
 
 # attributes of the lowered program's arguments and results
-_KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"
+_KIND = "mhlo.memory_kind"
+_ALIAS = "tf.aliasing_output"
 
 
 def place_state(step: TrainStep, lowered: Lowered) -> None:

@@ -305,7 +305,9 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         wait_for_processes("state ready")  # the times to read weights differ, too
         return position
 
-    position, stop, guard = next_position(), Stop.DONE, PreemptionGuard()
+    position = next_position()
+    stop = Stop.DONE
+    guard = PreemptionGuard()
     metrics = _open_metrics(stages, outputs, position)
     for stage in stages:
         run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
@@ -360,17 +362,19 @@ def _train(
     run: StageRun, start: Position, run_step: jax.stages.Compiled, guard: PreemptionGuard
 ) -> tuple[Position, Stop]:
     """Runs the steps of a stage after `start`; returns where training stopped, and why."""
-    stage, batch_size = run.stage, run.stage.config.train.global_batch_size
+    stage = run.stage
     flops_per_step = None if stage.step.model is not None else stage.config.flops_per_step
     run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
-    saves, actions, num_steps = run.saves, run.actions, stage.end_step - start.step
-    due = actions if start.step == 0 else [x for x in actions if x.at_resume]
+    saves = run.saves
+    num_steps = stage.end_step - start.step
+    due = run.actions if start.step == 0 else [x for x in run.actions if x.at_resume]
     position = run_due(due, start)
     if start.step and run.callbacks.stop_requested:
         others = [x for x in due if not x.is_due(start.step, None)]
         return run_due(others, position, Stop.DONE), Stop.DONE
-    reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
+    reports = StepReports(run, start.step)
+    with_reference = Reference(stage.step, run.progress)
     # another program may take any time to make them
     has_deadline = stage.config.rollouts.source not in ("files", "server")
     with (
@@ -391,7 +395,7 @@ def _train(
             position = Position(
                 state=state,
                 step=step,
-                next_sequence=position.next_sequence + batch_size,
+                next_sequence=position.next_sequence + stage.config.train.global_batch_size,
                 num_tokens=position.num_tokens + stage.config.tokens_per_step,
             )
             reports.pending.add(step, metrics)
@@ -407,7 +411,7 @@ def _train(
             # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.
             # It is saved before anything that may fail: reports, callbacks, evaluations.
             waits = profiled_step.is_last(step) or any(
-                x.is_due(step, stop) for x in (*saves, *actions)
+                x.is_due(step, stop) for x in (*saves, *run.actions)
             )
             reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
@@ -437,10 +441,12 @@ def _run_actions(
     """
     actions = run.actions
     if run.callbacks.stop_requested and stop is not Stop.DONE:
-        position, stop = _save_last(run, reports, position), Stop.DONE
+        position = _save_last(run, reports, position)
+        stop = Stop.DONE
     position = run_due(actions, position, stop)
     if run.callbacks.stop_requested and stop is None:
-        position, stop = _save_last(run, reports, position), Stop.DONE
+        position = _save_last(run, reports, position)
+        stop = Stop.DONE
         others = [x for x in actions if not x.is_due(position.step, None)]
         position = run_due(others, position, stop)
     return position, stop

@@ -287,7 +287,8 @@ def stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
 
 def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     """What the checkpoint of `step` contains, and the shardings with which training continues."""
-    written_by, continued_by = stage_until(stages, step).config, stage_after(stages, step).step
+    written_by = stage_until(stages, step).config
+    continued_by = stage_after(stages, step).step
     return RestoreTarget(
         continued_by.abstract_state,
         to_dict(written_by)["model"],
@@ -310,7 +311,8 @@ def resume_data(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
     """
     stage = stage_after(stages, step)
     if meta:
-        now, stored = stage_until(stages, step), meta["stage"]
+        now = stage_until(stages, step)
+        stored = meta["stage"]
         if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
             before, after = (
                 f"stage {name}, which starts after step {first}" if name else "a run without stages"
@@ -339,10 +341,12 @@ def _check_gate(
     Raises:
       TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
     """
-    before, step = stage_until(stages, stage.first_step), stage.first_step
+    before = stage_until(stages, stage.first_step)
+    step = stage.first_step
     stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
     advice = f"train stage {before.name} longer, or continue with --config.stages.{before.name}"
-    limit, loss = before.max_eval_loss, evaluation.get(EVAL_LOSS)
+    limit = before.max_eval_loss
+    loss = evaluation.get(EVAL_LOSS)
     if limit and (loss is None or loss > limit):
         enough = limit if loss is None else math.ceil(100 * loss) / 100
         raise TrainingStopped(
@@ -376,7 +380,8 @@ def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainS
         restored = outputs.checkpoints.restore_latest(functools.partial(restore_target, stages))
     if restored is None or BASE not in restored[1]:
         return restored
-    (state, meta), step = restored, int(restored[0].step)
+    state, meta = restored
+    step = int(restored[0].step)
     path = outputs.workdir / CHECKPOINTS_DIRECTORY / str(step)
     return state._replace(
         params=with_base(stage_after(stages, step).step, state.params, meta[BASE], path)
@@ -390,12 +395,14 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     Raises:
       TrainingStopped: the gate of the stage before is closed.
     """
-    workdir, progress = outputs.workdir, outputs.progress
+    workdir = outputs.workdir
+    progress = outputs.progress
     restored = _restored(stages, outputs)
     if restored is None:
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored
-    step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
+    step = int(state.step)
+    directory = workdir / CHECKPOINTS_DIRECTORY
     resume_data(stages, step, meta)
     stage = stage_after(stages, step)
     num_tokens = meta.get("num_tokens", num_tokens_until(stages, step))
@@ -441,7 +448,8 @@ def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ..
       UserError: a setting differs from that of the checkpoints.
     """
     stages = tuple(replace(stage, config=with_reference(stage.config)) for stage in stages)
-    directory, asked = workdir / CHECKPOINTS_DIRECTORY, stages[0].config.data.start_token
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    asked = stages[0].config.data.start_token
     for step in reversed(committed_steps(directory)):
         with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
             stored = read_meta(directory, step)["config"]["data"]["start_token"]
@@ -459,7 +467,8 @@ def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ..
 
 def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:
     """The state of step 0."""
-    params, init_from = None, stage.config.model.init_from
+    params = None
+    init_from = stage.config.model.init_from
     if init_from:
         with progress.progress_bar(f"reading {init_from}") as update:
             params, line = load_pretrained(stage.step, update)

@@ -34,7 +34,8 @@ COPY = "copy"
 _PHASES = ("data", "callback", "export")
 # Events of Orbax, for the part of this process: name -> the time until a step can continue, and the
 # time to write.
-_COPIED, _WRITTEN = "checkpoint copy", "checkpoint write"
+_COPIED = "checkpoint copy"
+_WRITTEN = "checkpoint write"
 _CHECKPOINT_EVENTS = {
     "/jax/orbax/write/blocking_d2h_duration_secs": _COPIED,
     "/jax/orbax/write/background_ts_duration_secs": _WRITTEN,
@@ -50,10 +51,13 @@ _DIGITS = 6  # after the decimal point of published seconds: the file has a row 
 NUM_PRODUCTS = 16  # one after the other, in one measurement
 # Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of
 # the time.
-_LEAST_CPU_SECONDS, _LEAST_DEVICE_SECONDS, _LEAST_SHARE = 0.05, 2e-4, 0.02
+_LEAST_CPU_SECONDS = 0.05
+_LEAST_DEVICE_SECONDS = 2e-4
+_LEAST_SHARE = 0.02
 # Side and dtype of the square matrices. 8 MB on a GPU; 0.27 TFLOP take about 0.4 ms on an H100
 # (estimated).
-_CPU_OPERAND, _GPU_OPERAND = (128, jnp.dtype(jnp.float32)), (2048, jnp.dtype(jnp.bfloat16))
+_CPU_OPERAND = (128, jnp.dtype(jnp.float32))
+_GPU_OPERAND = (2048, jnp.dtype(jnp.bfloat16))
 
 
 class Times(NamedTuple):

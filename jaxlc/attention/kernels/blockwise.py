@@ -75,7 +75,8 @@ def block_operands(
     T and S are padded to multiples of the block sizes. No range contains the padding, and the
     ranges of the padding are empty.
     """
-    (_, num_queries, num_heads, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
+    _, num_queries, num_heads, _ = q_BTNH.shape
+    _, num_keys, num_kv_heads, _ = k_BSKH.shape
     q_block_tokens = _block_tokens(spec.query_block_tokens, num_queries, spec)
     kv_block_tokens = _block_tokens(spec.key_block_tokens, num_keys, spec)
     q = _split_heads(q_BTNH, num_kv_heads, q_block_tokens)
@@ -240,7 +241,8 @@ def _forward_of_head(
     queries: Queries, keys: Keys, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """(out_IBHR, lse_IB1R)"""
-    (_, batch, rows, head_dim), value_dim = queries.q_IBRH.shape, keys.v_JBSH.shape[-1]
+    _, batch, rows, head_dim = queries.q_IBRH.shape
+    value_dim = keys.v_JBSH.shape[-1]
 
     def per_query_block(_, q_block: Queries):
         def per_kv_block(carry, kv_block: Keys):

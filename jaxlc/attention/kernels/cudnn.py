@@ -275,7 +275,8 @@ def _call_for(
         packed = functools.partial(packed, spec=spec)
         if not isinstance(ranges, KeyRanges):
             return packed, (jax.tree.map(lambda x: x[0], ranges),)
-        call, operands = (lambda *operands: packed(*operands).values()), tuple(ranges)
+        call = lambda *operands: packed(*operands).values()
+        operands = tuple(ranges)
     else:
         call = functools.partial(implicit, spec=spec)
         operands = ()
@@ -329,6 +330,8 @@ def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict
 _CALLS = CallsByMask((_forward, _backward), (cudnn_packed.forward, cudnn_packed.backward))
 # They raise Unsupported for a causal call without ranges and with T != S, or with ranges for a window or 2^31 elements
 # of q or k.
-forward, forward_calls = _CALLS.forward, _CALLS.forward_calls
-backward, backward_calls = _CALLS.backward, _CALLS.backward_calls
+forward = _CALLS.forward
+forward_calls = _CALLS.forward_calls
+backward = _CALLS.backward
+backward_calls = _CALLS.backward_calls
 prepare = _CALLS.prepare

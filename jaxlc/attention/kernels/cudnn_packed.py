@@ -201,7 +201,8 @@ def document_table(
         Otherwise all queries of a document have the same range. It is not checked.
       has_window: instead, the ends of a document's ranges ascend by 1, and only its first query may have one key.
     """
-    (batch, num_queries), sizes = start_BT.shape, calls.sizes
+    batch, num_queries = start_BT.shape
+    sizes = calls.sizes
     has_keys_BT = start_BT < end_BT
     if has_window:
         steps_BT = end_BT - jnp.arange(num_queries)

@@ -145,7 +145,8 @@ def workspace_bytes(
       q_shape, k_shape: [..., N, H] and [..., K, H].
       scratch_entries: of a scratch array, rows times heads.
     """
-    (*tokens, num_heads, head_dim), (*num_keys, num_kv_heads, _) = q_shape, k_shape
+    *tokens, num_heads, head_dim = q_shape
+    *num_keys, num_kv_heads, _ = k_shape
     padding = scratch_entries // num_heads - int(np.prod(tokens))
     rows = scratch_entries
     if num_heads != num_kv_heads:
@@ -252,8 +253,10 @@ _CALLS = cudnn.CallsByMask(
 )
 # With a window, each document's keys ascend with its queries, and no two documents share a key. They raise Unsupported
 # for a causal call without ranges that has more queries than keys.
-forward, forward_calls = _CALLS.forward, _CALLS.forward_calls
-backward, backward_calls = _CALLS.backward, _CALLS.backward_calls
+forward = _CALLS.forward
+forward_calls = _CALLS.forward_calls
+backward = _CALLS.backward
+backward_calls = _CALLS.backward_calls
 prepare = _CALLS.prepare
 
 

@@ -427,7 +427,8 @@ def _mask(
     q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> KernelMask:
     """The mask of a call with padding of T and S: no query attends to padding keys."""
-    num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
+    num_queries = q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
     if ranges is None:
         if spec.causal and spec.window is None and num_queries == num_keys:
             return KernelMask(None, None, is_causal=True)  # keys that pad S come after all queries

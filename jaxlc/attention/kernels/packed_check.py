@@ -151,7 +151,8 @@ class _Problem(NamedTuple):
 
     def _rows(self, first, ranges: KeyRanges, inputs, results):
         """The rows from `first` on of the results, and of the reference."""
-        (q, k, v, dout), (out, lse, *gradients) = inputs, results
+        q, k, v, dout = inputs
+        out, lse, *gradients = results
         all_results = QueryResults(out, lse, dout, jnp.zeros_like(lse))
         num_rows = self._num_rows
 

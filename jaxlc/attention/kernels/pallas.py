@@ -252,7 +252,8 @@ def flash_dq(
     params: KernelParams,
 ) -> jax.Array:
     """Returns the contribution of these keys to dq_BTNH, float32."""
-    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
+    mask = params.mask
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask)
@@ -310,7 +311,8 @@ def flash_dkv(
     params: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dk_BSKH, dv_BSKH), float32, summed over the query heads of each key/value head."""
-    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
+    mask = params.mask
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
     blocks = query_block_ranges(ranges, mask)
@@ -406,7 +408,8 @@ def flash_forward(
       k, v: [B, S, K, H]; [B, L, S, K, H] with `layer_1`, int32 [1], which selects a layer.
       blocks: the result of `kv_block_ranges` if it is known.
     """
-    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
+    mask = params.mask
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, value_dim = v.shape[-2:]
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask) if blocks is None else blocks

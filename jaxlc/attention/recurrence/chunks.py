@@ -154,7 +154,9 @@ def _sum_map(tokens: Tokens) -> Affine:
     """As `sum_map`, without prefixes: one product. Sums of gates from a token to the last one are accurate
     where their exponential is not small.
     """
-    segments_BL, g_BLH, v_BLHV = tokens.segments_BL, tokens.g_BLH, tokens.v_BLHV
+    segments_BL = tokens.segments_BL
+    g_BLH = tokens.g_BLH
+    v_BLHV = tokens.v_BLHV
     last_B1 = segments_BL[:, -1:]
     later_BLH = jnp.pad(lax.cumsum(g_BLH, 1, reverse=True)[:, 1:], [(0, 0), (0, 1), (0, 0)])
     is_read_BL1 = (segments_BL == last_B1)[..., None]
@@ -276,7 +278,8 @@ def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
     subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
 
     def step(carry, chunk):
-        (S, narrow), (decay, correction, added) = carry, chunk
+        S, narrow = carry
+        decay, correction, added = chunk
         S = _decayed(S, decay)
         if correction is not None:
             S = S - product(subscripts, correction, narrow, dtype)
@@ -403,7 +406,9 @@ class _Cut(NamedTuple):
         gates = split_gates(numbers(tokens.g_BLH), dtype)
         gates = Gates.of(gates, segments, jnp.concatenate(before)[:, :, None, None], prefixes)
         is_padding = segments[..., None] == 0
-        q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
+        q = heads(tokens.q_BLGK)
+        k = heads(tokens.k_BLGK)
+        v = heads(tokens.v_BLHV)
         q = jnp.where(is_padding, 0, q * rule.scale)
         skipped = 0
         if tokens.skip_BLH is not None:

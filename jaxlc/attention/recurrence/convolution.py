@@ -154,7 +154,8 @@ def _fragment_tails(own: list[Tail], ranks: Ranks) -> list[Tail]:
 
 def _sums(chunks: _Chunks, tails: Tail, weights_PW: jax.Array) -> jax.Array:
     """As `taps_of_prefixes`, [B, chunks, C, W], from the tails of all levels, [B, chunks, D, ...]."""
-    num_before, (size, num_levels) = len(weights_PW) - 1, chunks.prefixes.shape[2:]
+    num_before = len(weights_PW) - 1
+    size, num_levels = chunks.prefixes.shape[2:]
     wide = jnp.promote_types(jnp.float32, chunks.x.dtype)
 
     def with_tails(tails, tokens):  # [B, chunks, rows, ...]

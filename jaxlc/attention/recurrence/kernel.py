@@ -112,7 +112,8 @@ class _Gates(NamedTuple):
 
 
 def _gates(x: Operands) -> _Gates:
-    segments_C, before = x.segments[...], x.segment_before[0]
+    segments_C = x.segments[...]
+    before = x.segment_before[0]
     last = x.segments[segments_C.size - 1]
     rows, columns = _indices(segments_C.shape[0])
     visible = (rows >= columns) & (segments_C[:, None] == segments_C[None, :])
@@ -248,7 +249,8 @@ def _gradients_kernel(
     dx = Operands(*results)
     narrow = functools.partial(_narrow, x.q.dtype)
     narrow_sum = functools.partial(_narrow_sum, x.q.dtype)
-    beta, since_start = x.beta[...], factors.since_start[...]
+    beta = x.beta[...]
+    since_start = factors.since_start[...]
     (C, K), (_, V) = x.k.shape, x.v.shape
     num_columns = dout_ref.shape[1]
     square = jnp.zeros((C, C), jnp.float32)

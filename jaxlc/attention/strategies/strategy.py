@@ -345,7 +345,8 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
         out, lse = (forward_cast if inline else attend)(qkv, kernel, spec, ranks)
         # Named inside the rule, so that the names apply to the residuals. A remat policy that saves both names then
         # does not run the forward again. Names outside the rule would apply to other values.
-        out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+        out = checkpoint_name(out, "attention_out")
+        lse = checkpoint_name(lse, "attention_lse")
         return (out, lse), (qkv, out, lse)
 
     def backward_rule(kernel, spec, ranks, residuals, cotangents):

@@ -97,7 +97,8 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
     Returns:
       out_btnH and lse_bnt of this rank's tokens, in layout order.
     """
-    (num_heads, num_kv_heads), size = (x.shape[2] for x in qkv[:2]), ranks.size
+    num_heads, num_kv_heads = (x.shape[2] for x in qkv[:2])
+    size = ranks.size
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         raise Unsupported(
             f"unsupported: {num_heads} query and {num_kv_heads} key/value heads per rank do not split over {size}"

@@ -167,7 +167,8 @@ def prepare(
     shared_prefixes = 0 if tokens.prefixes_BTD is None else tokens.prefixes_BTD.shape[2]
     if ranks.size == 1:
         return key_ranges(own, own, spec)
-    (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)
+    batch, num_tokens = segments_bt.shape
+    rank = lax.axis_index(ranks.axis)
     everyone = own.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
     sent = [jnp.zeros((batch, 0), jnp.int32)]  # a window of one token needs none
     for distance, room in _rooms(num_tokens, spec, ranks, shared_prefixes):

@@ -241,7 +241,8 @@ _NAMES = (*MATMUL_NAMES, *EXPERT_PROJECTIONS)
 
 def precision_problems(config: Config) -> Iterator[str]:
     """Reasons why the precision of `config` is invalid."""
-    precision, defaults = config.precision, PrecisionConfig()
+    precision = config.precision
+    defaults = PrecisionConfig()
     if precision.compute == "fp8" or precision.fp8_matmuls != defaults.fp8_matmuls:
         yield from projection_problems(
             config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES

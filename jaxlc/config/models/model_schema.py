@@ -447,7 +447,8 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope.fraction"
         )
     yield from _unused_parameters(model)
-    scaling, factor = model.rope.scaling, model.rope.factor
+    scaling = model.rope.scaling
+    factor = model.rope.factor
     is_unscaled = scaling in NO_EFFECT_AT_1 and factor == 1 and not model.rope.query_beta
     scaled = scaled_kinds() | ({"sliding"} if model.rope.sliding_scaling else set())
     if scaling != "none" and scaled.isdisjoint(model.attentions):

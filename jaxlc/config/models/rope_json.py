@@ -230,7 +230,8 @@ def _one_rope(
         raise Unsupported(
             f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(known)}"
         )
-    theta, default = parameters.pop(_THETA), family.defaults.get(_PARTIAL, 1)
+    theta = parameters.pop(_THETA)
+    default = family.defaults.get(_PARTIAL, 1)
     if theta is None:
         raise Unsupported(f"unsupported: {where} has {_THETA}=null, a model without RoPE")
     stated = [parameters.pop(_PARTIAL, None), config.get(_PARTIAL)]
@@ -252,16 +253,7 @@ def _one_rope(
     names = _names_of(rope_type)
     values = _values(names, parameters, rope_type, config)
     if rope_type == "yarn":
-        # DeepSeek's two factors become the attention factor that they give; one without the other
-        # has no effect.
-        mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop(_QUERY_MSCALE, None)
-        if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
-            log_factor = math.log(
-                abs(values["factor"])
-            )  # the check of settings refuses one below 1
-            values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
-                0.1 * mscale_all_dim * log_factor + 1
-            )
+        _set_attention_factor(values, parameters)
         if _QUERY_MSCALE not in family.defaults:
             values[_QUERY_MSCALE] = None
     for name, parameter in names.items():
@@ -289,6 +281,20 @@ def _one_rope(
         and not settings["rope.query_beta"]
     )
     return settings | DEFAULTS if scaling in NO_EFFECT_AT_1 and is_unscaled else settings
+
+
+def _set_attention_factor(values: dict[str, Any], parameters: dict[str, Any]) -> None:
+    """Removes DeepSeek's two factors from `parameters`, and sets the attention factor that they
+    give. One without the other has no effect.
+    """
+    mscale = parameters.pop("mscale", None)
+    mscale_all_dim = parameters.pop(_QUERY_MSCALE, None)
+    if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
+        # the check of settings refuses a factor below 1
+        numerator, denominator = (
+            0.1 * x * math.log(abs(values["factor"])) + 1 for x in (mscale, mscale_all_dim)
+        )
+        values["attention_factor"] = numerator / denominator
 
 
 def _names_of(rope_type: str) -> dict[str, str]:

@@ -279,7 +279,8 @@ def batches(
 
     def local_spans(i: int) -> dict[str, list[np.ndarray]]:
         """The spans of the i-th sequence that this process builds, in layout order."""
-        step, (a, b) = i // len(local_sequences), local_sequences[i % len(local_sequences)]
+        step = i // len(local_sequences)
+        a, b = local_sequences[i % len(local_sequences)]
         index = first_sequence + step * global_batch_size + a * shape[1] + b
         return spans_of(*arranged(index), spans_T)
 
@@ -316,7 +317,8 @@ def batches(
         with ThreadPoolExecutor(1, thread_name_prefix="place_batch") as thread:
             following = thread.submit(place_next_batch)
             while True:
-                current, following = following.result(), thread.submit(place_next_batch)
+                current = following.result()
+                following = thread.submit(place_next_batch)
                 yield current
 
 

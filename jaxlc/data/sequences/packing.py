@@ -147,7 +147,8 @@ class PackedSequences:
         self.num_tokens = self.epoch_tokens = int((ends - begins).sum())  # without padding
         self.num_sequences = int(sequence_of_chunk[order[-1]]) + 1  # per epoch
         # int64 [chunks], offsets into the store
-        self._chunk_begins, self._chunk_ends = begins[order], ends[order]
+        self._chunk_begins = begins[order]
+        self._chunk_ends = ends[order]
         self._is_document_end = is_document_end[order]  # bool [chunks]
         # int64 [sequences + 1]
         self._first_chunks = np.searchsorted(

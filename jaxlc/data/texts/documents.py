@@ -429,7 +429,8 @@ BAD_RECORDS = "skipped records"
 LISTED = "; all of them: "
 # Text that is not UTF-8, such as latin-1 or UTF-16: documents with it, and characters that decoding
 # replaces.
-INVALID_DOCUMENTS, INVALID_CHARACTERS = "documents that are not valid UTF-8", "invalid characters"
+INVALID_DOCUMENTS = "documents that are not valid UTF-8"
+INVALID_CHARACTERS = "invalid characters"
 
 
 @dataclass
