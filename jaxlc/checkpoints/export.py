@@ -159,9 +159,8 @@ def _write_template(
       The changes of tokenizer_config.json, where None removes a field.
     """
     changes = dict[str, Any]()
-    if (
-        end_of_turn_id(template, tokenizer) is not None and "eos_token" not in template.source
-    ):  # which would render it otherwise
+    # a template with eos_token would render the new one
+    if end_of_turn_id(template, tokenizer) is not None and "eos_token" not in template.source:
         changes["eos_token"] = template.end_of_turn
     source = without_generation_tags(template.source)
     if config.data.chat_template or source != template.source:

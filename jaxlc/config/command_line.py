@@ -286,9 +286,8 @@ def _values(
             raise UserError(f"invalid {word}: only a setting that is true or false has this form")
         if not has_value and hint is bool:
             value = str(not is_negated)
-        elif not has_value and (value := next(words, "--")).startswith(
-            "--"
-        ):  # as after an empty shell variable
+        # as after an empty shell variable
+        elif not has_value and (value := next(words, "--")).startswith("--"):
             raise UserError(f"Missing value for flag --{name}; write it as --name=value")
         given, key = (values, name) if name in hints else (overrides, name.removeprefix(_SETTING))
         if typing.get_origin(hint) is list:  # repeated as a whole, without commas

@@ -85,11 +85,8 @@ TEACHER = ("teacher_tokens", "teacher_log_probs")
 TEACHER_FIELDS = (*TEACHER, "teacher_tokenizer")
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
 EXPERTS = "experts"  # the array of a batch
-LOG_PROBS = (
-    "old_log_probs",
-    "reference_log_probs",
-    "sampled_log_probs",
-)  # in the order of fingerprints
+# in the order of fingerprints
+LOG_PROBS = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
 _FLOAT32_END = 3.4e38
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 

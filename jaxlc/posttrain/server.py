@@ -27,10 +27,8 @@ from jaxlc.runtime.watchdog import on_process_0
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the environment variable that vLLM reads, too
 _RETRY_SECONDS = 0.5
-_BUSY = (
-    http.client.REQUEST_TIMEOUT,
-    http.client.TOO_MANY_REQUESTS,
-)  # of a proxy, such as with a limit of its rate
+# of a proxy, such as with a limit of its rate
+_BUSY = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
 _PROBE_TEXT = " 1234567 caf\u00e9 \u4f60\u597d\n\n\tx"
 # vLLM would take others from the model's generation_config.json
 _PLAIN_SAMPLING = dict(top_k=0, min_p=0.0, repetition_penalty=1.0)

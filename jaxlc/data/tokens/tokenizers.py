@@ -390,9 +390,7 @@ class HuggingFaceTokenizer:
         """
         try:
             encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        except (
-            Exception
-        ):  # the package raises plain Exception for a letter that is not in the vocabulary
+        except Exception:  # plain, for a letter that is not in the vocabulary
             return np.empty(0, np.int32)
         return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
 
