@@ -21,12 +21,7 @@ from jaxlc.core.files import local_path
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
 from jaxlc.evals.predictions import ScoreRow
-from jaxlc.generation.generate_text import (
-    encoder_of,
-    generator_of,
-    stops_for,
-    warn_beyond_context,
-)
+from jaxlc.generation.generate_text import encoder_of, generator_of, stops_for, warn_beyond_context
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.sampling import Sampling
 from jaxlc.runtime.start import start as start_runtime

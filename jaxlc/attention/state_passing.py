@@ -126,11 +126,7 @@ def entering_states(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _entering(
-    maps: Affine,
-    fragment_GB: jax.Array | None,
-    ranks: Ranks,
-    num_fragments: int,
-    direction: int,
+    maps: Affine, fragment_GB: jax.Array | None, ranks: Ranks, num_fragments: int, direction: int
 ) -> jax.Array:
     """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1,
     or else -1.

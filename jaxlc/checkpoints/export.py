@@ -50,13 +50,7 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import flattened
 from jaxlc.core import Update, UserError, print_to_stderr
-from jaxlc.core.files import (
-    ADAPTER_FILE,
-    groups_within,
-    local_path,
-    new_directory,
-    write_json,
-)
+from jaxlc.core.files import ADAPTER_FILE, groups_within, local_path, new_directory, write_json
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import (

@@ -33,13 +33,7 @@ from jaxlc.config.models.pretrained import (
 )
 from jaxlc.config.values import defaults_of
 from jaxlc.core import Unsupported, UserError, count_text
-from jaxlc.core.files import (
-    displayed,
-    fingerprint_of,
-    groups_within,
-    sha256_of,
-    write_json,
-)
+from jaxlc.core.files import displayed, fingerprint_of, groups_within, sha256_of, write_json
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
 from jaxlc.hf.load import ROUNDED, load_params, open_files, paths_of
@@ -249,9 +243,7 @@ def _distribution_of_rows(
         return mean, np.zeros_like(products)
 
 
-def _source_of(
-    step: TrainStep,
-) -> tuple[Pretrained, ModelConfig, frozenset[str], Any]:
+def _source_of(step: TrainStep) -> tuple[Pretrained, ModelConfig, frozenset[str], Any]:
     """The model of config.model.init_from and its settings: those of the run, with the size of its
     own vocabulary; the names of the parameters that it does not have, which are adapters; and the
     shapes of the others.

@@ -20,13 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 import jaxlc
-from jaxlc.cli.flags import (
-    ModelFlags,
-    SamplingFlags,
-    import_jax,
-    mesh_sizes,
-    settings_in,
-)
+from jaxlc.cli.flags import ModelFlags, SamplingFlags, import_jax, mesh_sizes, settings_in
 from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.schema import EvalSettings, SamplingSettings

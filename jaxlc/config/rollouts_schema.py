@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.values import (
-    Above0,
-    Above0UpTo1,
-    From0Below1,
-    From1,
-    FromMinus1,
-    ZeroOrAbove1,
-)
+from jaxlc.config.values import Above0, Above0UpTo1, From0Below1, From1, FromMinus1, ZeroOrAbove1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,10 +215,7 @@ def default_num_workers() -> int:
 
 
 # hard limits of memory and what is used of them, in cgroup 2 and in cgroup 1
-_LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 # the quota and its period, in cgroup 2 and in cgroup 1
 _QUOTA = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 UNKNOWN_MEMORY = 2**62  # more than any machine has

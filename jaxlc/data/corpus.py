@@ -35,12 +35,7 @@ from jaxlc.data.sequences.packing import (
     packed_source,
     split_documents,
 )
-from jaxlc.data.texts.documents import (
-    EVAL_SETTING,
-    INVALID_CHARACTERS,
-    INVALID_DOCUMENTS,
-    Fields,
-)
+from jaxlc.data.texts.documents import EVAL_SETTING, INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.sources import (
     PHONE_BOOK,
     PYTHON_STDLIB,
@@ -307,11 +302,7 @@ class StoreOpener:
 
 
 def _open_source(
-    opener: StoreOpener,
-    source: SourceConfig,
-    store: TokenStore,
-    eval_fraction: float,
-    share: float,
+    opener: StoreOpener, source: SourceConfig, store: TokenStore, eval_fraction: float, share: float
 ) -> CorpusSource:
     """Splits and packs one source.
 

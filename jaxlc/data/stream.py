@@ -343,11 +343,7 @@ class Stream(DataSource):
             if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS and not is_open:
                 shutil.rmtree(left, ignore_errors=True)
         with inputs.progress("listing the files of the stream") as update:
-            opener = corpus.StoreOpener(
-                config=data,
-                inputs=inputs,
-                progress=update,
-            )
+            opener = corpus.StoreOpener(config=data, inputs=inputs, progress=update)
             heldout = corpus.open_heldout(opener)
             excluded = {url for name in data.eval_sources for url in _urls(name, EVAL_SETTING)}
             listed = dict.fromkeys(url for name in source.paths for url in _urls(name, setting))

@@ -24,12 +24,7 @@ from jaxlc.core.files import read_json_lines, sha256_of
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.evals.predictions import (
-    Predictions,
-    ScoreRow,
-    read_scores,
-    score_of,
-)
+from jaxlc.evals.predictions import Predictions, ScoreRow, read_scores, score_of
 
 MIN_DOCUMENTS = 5  # a mean over fewer documents has no interval
 _NUM_RESAMPLES = 2000

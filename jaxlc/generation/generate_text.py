@@ -165,8 +165,7 @@ def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str = "") -> 
     if chat_template and not chat:
         raise UserError(f"chat_template={chat_template!r} has no effect without chat: set both")
     return PromptEncoder(
-        tokenizer=result.tokenizer,
-        template=template_of(result, chat_template) if chat else None,
+        tokenizer=result.tokenizer, template=template_of(result, chat_template) if chat else None
     )
 
 
@@ -259,10 +258,7 @@ class Sampler:
         self._generator.set_params(params)
         try:
             generations = self._generator(
-                self._prompts,
-                max_tokens=train.sample_tokens,
-                sampling=sampling,
-                stops=stops,
+                self._prompts, max_tokens=train.sample_tokens, sampling=sampling, stops=stops
             )
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
@@ -318,10 +314,7 @@ class ChatSession:
         self.num_prefilled = 0
 
     def say(
-        self,
-        text: str,
-        stream: Stream | None = None,
-        is_ended: Callable[[], bool] = lambda: False,
+        self, text: str, stream: Stream | None = None, is_ended: Callable[[], bool] = lambda: False
     ) -> Generation:
         """The answer to a message of the user, which both join the history.
 

@@ -516,13 +516,7 @@ class Batch:
 class Output:
     """The new tokens of one prompt."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Stops,
-        max_tokens: int,
-        prompt: np.ndarray,
-    ):
+    def __init__(self, tokenizer: Tokenizer, stops: Stops, max_tokens: int, prompt: np.ndarray):
         self._stream = TextStream(tokenizer, stops.texts, prompt)
         self._stop_ids = stops.ids
         self._max_tokens = max_tokens

@@ -137,7 +137,7 @@ class PolicyRollouts(RolloutMaker):
         memory = rollout_memory(self._step, 0 if rollouts.agent else longest)
         return [
             f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
-            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB",
+            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB"
         ]
 
     def __call__(self, params: dict, step: int, path: Path) -> None:
@@ -201,11 +201,7 @@ class PolicyRollouts(RolloutMaker):
         num_more = min(num_agents, 2 ** (len(batch) - 1).bit_length()) - len(batch)
         prompts, max_tokens, indices = zip(*(batch + batch[:1] * num_more))
         generations = self._generator(
-            prompts,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stops=self._stops,
-            indices=indices,
+            prompts, max_tokens=max_tokens, sampling=sampling, stops=self._stops, indices=indices
         )
         return [
             Turn(x.tokens, x.log_probs, x.text, x.finish_reason, x.experts)

@@ -413,10 +413,7 @@ def _patterns(config: Config, modules: Sequence[_Module]) -> dict[str, dict[str,
 
 
 def _tensors(
-    config: Config,
-    params: Params,
-    modules: Sequence[_Module],
-    trained: dict[str, Layout],
+    config: Config, params: Params, modules: Sequence[_Module], trained: dict[str, Layout]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The name and content of each tensor.
 

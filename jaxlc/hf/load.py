@@ -22,14 +22,7 @@ from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
 from jaxlc.core import Unsupported, UserError
-from jaxlc.hf.files import (
-    DTYPES,
-    JoinedTensor,
-    Mxfp4Tensor,
-    Nf4Tensor,
-    StoredTensor,
-    TensorFiles,
-)
+from jaxlc.hf.files import DTYPES, JoinedTensor, Mxfp4Tensor, Nf4Tensor, StoredTensor, TensorFiles
 from jaxlc.models import decoder, quantized
 from jaxlc.models.quantized import Nf4, Quantized, is_quantized
 from jaxlc.runtime.watchdog import problem_of_any_process

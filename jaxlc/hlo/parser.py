@@ -42,13 +42,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from jaxlc.core.files import parse_json
-from jaxlc.core.scopes import (
-    CORE_ATTENTION,
-    FIRST_RING_STEPS,
-    MORE_DOCUMENTS,
-    RECURRENCE,
-    SCOPES,
-)
+from jaxlc.core.scopes import CORE_ATTENTION, FIRST_RING_STEPS, MORE_DOCUMENTS, RECURRENCE, SCOPES
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")

@@ -13,14 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import contract
-from jaxlc.attention.contract import (
-    AttentionSpec,
-    Kernel,
-    KeyRanges,
-    merge,
-    merge_parts,
-    prepared,
-)
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, merge, merge_parts, prepared
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads

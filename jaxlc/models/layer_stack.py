@@ -28,15 +28,7 @@ from jaxlc.config.models.model_schema import LayerConfig, Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
 from jaxlc.models.block import Init, RMSNorm, Routing, scaled
-from jaxlc.models.contract import (
-    CHOICE,
-    LayerOutput,
-    LayerTokens,
-    Mixer,
-    Rotary,
-    Rotation,
-    Routed,
-)
+from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens, Mixer, Rotary, Rotation, Routed
 from jaxlc.models.kinds import FEED_FORWARDS, mixers_alone
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables

@@ -555,9 +555,5 @@ def fragment(
     for heading, figure in figures.items():
         parts += [f'<div style="font-weight:600;margin-top:20px">{escape(heading)}</div>', figure]
     return "\n".join(
-        [
-            *parts,
-            details("all values as text", preformatted(text), is_open=not figures),
-            "</div>",
-        ]
+        [*parts, details("all values as text", preformatted(text), is_open=not figures), "</div>"]
     )

@@ -233,11 +233,7 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     Raises:
       UserError: the mesh has a different number of devices; the message names overrides that fit.
     """
-    ignored = {
-        "runtime.simulated_devices": 0,
-        "runtime.num_processes": 1,
-        "runtime.process_id": 0,
-    }
+    ignored = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
     config = with_settings(load(config, on_devices=False), ignored)
     if config.mesh.num_devices == gpus.num_gpus:
         return config

@@ -105,7 +105,7 @@ class Traces(DataSource):
                 num_epochs,
                 len(self.train.traces),
                 self.train.num_tokens,
-            ),
+            )
         ]
 
     def details(self) -> list[str]:
@@ -530,10 +530,7 @@ def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
         no_advantage_groups=num_equal,
     )
     if rewards:
-        means |= dict(
-            reward=np.mean(rewards),
-            reward_deviation=np.std(rewards),
-        )
+        means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards))
         names = "reward_p10", "reward_p90", "reward_min", "reward_max"
         means |= zip(names, np.quantile(rewards, (0.1, 0.9, 0, 1)))
     versions = [trace.policy_step for trace in traces]

@@ -365,9 +365,7 @@ def _recorded_at(
 
 
 def _write(
-    arrays: dict[str, np.ndarray],
-    places: slice | np.ndarray,
-    **values: np.ndarray | int | float,
+    arrays: dict[str, np.ndarray], places: slice | np.ndarray, **values: np.ndarray | int | float
 ) -> None:
     """Writes values, without those that the batch does not have."""
     for name in values.keys() & arrays.keys():

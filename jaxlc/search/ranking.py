@@ -26,12 +26,7 @@ from jaxlc.core.files import local_path, read_json_lines
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
 from jaxlc.core.processes import Row
 from jaxlc.search.space import row_name
-from jaxlc.simulate.roofline import (
-    PAIR_SPREAD,
-    Interval,
-    estimate_text,
-    two_digits,
-)
+from jaxlc.simulate.roofline import PAIR_SPREAD, Interval, estimate_text, two_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

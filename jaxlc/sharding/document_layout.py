@@ -426,11 +426,7 @@ def by_ring_step(work: np.ndarray) -> np.ndarray:
 
 
 def _assignments(
-    lengths: np.ndarray,
-    rank_tokens: int,
-    context: int,
-    max_sharded: int,
-    in_sequence: bool,
+    lengths: np.ndarray, rank_tokens: int, context: int, max_sharded: int, in_sequence: bool
 ) -> Iterator[Assignment]:
     """The candidates in the order of preference."""
     units = [1]

@@ -11,13 +11,7 @@ from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.core.scopes import RING_STEP, SHARED_PREFIX
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import AttentionCollective, AttentionKernelCall, Cost
-from jaxlc.hlo.parser import (
-    Instruction,
-    Program,
-    is_data_dependent,
-    is_in,
-    trip_count,
-)
+from jaxlc.hlo.parser import Instruction, Program, is_data_dependent, is_in, trip_count
 from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline, num_steps
 from jaxlc.simulate.topology import Topology

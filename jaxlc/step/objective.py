@@ -30,15 +30,7 @@ from jaxlc.config.flops import QuantizedMatrix, quantized_matrices
 from jaxlc.core import CONTEXT, TENSOR, is_layers, scopes
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
-from jaxlc.models.contract import (
-    CHOICE,
-    BatchTokens,
-    KindOnMesh,
-    OnTiles,
-    Routed,
-    Sequences,
-    Tiles,
-)
+from jaxlc.models.contract import CHOICE, BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
 from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixers_on_mesh, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter

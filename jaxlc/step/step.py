@@ -52,13 +52,7 @@ from jaxlc.step.batch import (
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.step.loss import ExpertMetrics, TokenLoss, expert_metrics, with_balanced_biases
 from jaxlc.step.objective import Objective
-from jaxlc.step.state import (
-    DEVICE,
-    StateMaker,
-    TrainState,
-    bytes_per_device,
-    to_memory_kind,
-)
+from jaxlc.step.state import DEVICE, StateMaker, TrainState, bytes_per_device, to_memory_kind
 from jaxlc.step.update import StepOptimizer, learning_rate_schedule
 
 
@@ -402,9 +396,7 @@ class TrainStep:
         )
 
     def compile_lowered(
-        self,
-        lowered: jax.stages.Lowered,
-        extra_options: dict[str, bool | int | str] | None = None,
+        self, lowered: jax.stages.Lowered, extra_options: dict[str, bool | int | str] | None = None
     ) -> jax.stages.Compiled:
         """Compiles a program with the options of the step, so that it uses the same transport and
         memory."""

@@ -38,11 +38,7 @@ from jaxlc.core.files import (
 from jaxlc.generation.generate_text import SAMPLES
 from jaxlc.posttrain.rollouts import export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.watchdog import (
-    on_process_0,
-    problem_of_any_process,
-    wait_for_processes,
-)
+from jaxlc.runtime.watchdog import on_process_0, problem_of_any_process, wait_for_processes
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows

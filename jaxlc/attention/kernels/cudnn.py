@@ -35,11 +35,7 @@ from jaxlc.attention.contract import (
     add_dlse_term,
 )
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.cudnn_packed import (
-    MAX_ELEMENTS,
-    DocumentTable,
-    prepared_table,
-)
+from jaxlc.attention.kernels.cudnn_packed import MAX_ELEMENTS, DocumentTable, prepared_table
 from jaxlc.core import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")

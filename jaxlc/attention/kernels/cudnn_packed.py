@@ -321,11 +321,7 @@ def document_of_rows(start_D: jax.Array, length_D: jax.Array, num_rows: int) -> 
 
 
 def forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *table,
-    spec: AttentionSpec,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *table, spec: AttentionSpec
 ) -> CallResults:
     """(out_BTNH in q's dtype, lse_BNT float32).
 

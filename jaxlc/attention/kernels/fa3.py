@@ -35,18 +35,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlc.attention.contract import (
-    AttentionProblem,
-    AttentionSpec,
-    CallResults,
-)
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults
 from jaxlc.attention.kernels import cudnn
-from jaxlc.attention.kernels.cudnn_packed import (
-    Block,
-    Bucket,
-    DocumentRows,
-    document_of_rows,
-)
+from jaxlc.attention.kernels.cudnn_packed import Block, Bucket, DocumentRows, document_of_rows
 from jaxlc.core import Unsupported, reason_of
 from jaxlc.core.errors import install_hint, is_installed
 from jaxlc.runtime.xla_flags import find_library

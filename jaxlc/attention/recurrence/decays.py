@@ -72,11 +72,7 @@ class Gates(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        g: jax.Array,
-        segments: jax.Array,
-        before: jax.Array,
-        prefixes: Sequence[jax.Array],
+        cls, g: jax.Array, segments: jax.Array, before: jax.Array, prefixes: Sequence[jax.Array]
     ) -> "Gates":
         """g is from `split_gates`; the others are the arguments of `Paths.of`."""
         paths = Paths.of(segments, before, prefixes)

@@ -38,14 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import (
-    AttentionSpec,
-    Kernel,
-    QueryResults,
-    calls_of,
-    merge,
-    prepared,
-)
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, calls_of, merge, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.strategies.strategy import Expansion, ShardedQKV, attention_vjp
 from jaxlc.core import scopes

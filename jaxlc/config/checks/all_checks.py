@@ -33,12 +33,7 @@ from jaxlc.config.checks.stage_checks import training_problems
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.model_schema import rope_problems
-from jaxlc.config.schema import (
-    AttentionConfig,
-    DataConfig,
-    PosttrainConfig,
-    SourceConfig,
-)
+from jaxlc.config.schema import AttentionConfig, DataConfig, PosttrainConfig, SourceConfig
 from jaxlc.config.values import range_problems
 from jaxlc.core import UserError, nearest_name, raise_all, raise_first
 

@@ -62,11 +62,7 @@ class DeltaNetKind(RecurrentKind):
     )
     # delta_gate, delta_step and delta_decay compute the gate of the output, the step size and the
     # decay.
-    projections = PROJECTIONS | dict(
-        delta_gate="wz",
-        delta_step="wb",
-        delta_decay="wa",
-    )
+    projections = PROJECTIONS | dict(delta_gate="wz", delta_step="wb", delta_decay="wa")
 
     def __init__(self):
         super().__init__()

@@ -165,14 +165,7 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         sizes = layer.section(AttentionSettings)
-        for name in (
-            "qk_norm",
-            "qkv_bias",
-            "out_bias",
-            "sinks",
-            "gate",
-            "output_multiplier",
-        ):
+        for name in ("qk_norm", "qkv_bias", "out_bias", "sinks", "gate", "output_multiplier"):
             value = vars(sizes)[name]
             if str(value) not in ("False", "none", "1.0"):
                 yield f"unsupported: config.model.attention.{name}={value!r} with latent layers; remove it"

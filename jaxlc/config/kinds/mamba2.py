@@ -72,10 +72,7 @@ class Mamba2Kind(RecurrentKind):
         LayerTensor("wo", "mamba.out_proj.weight", 2),
     )
     # the value is x, which is written to the state at the key B, and which the query C reads
-    projections = PROJECTIONS | dict(
-        delta_gate="wz",
-        delta_step="wb",
-    )
+    projections = PROJECTIONS | dict(delta_gate="wz", delta_step="wb")
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, three numbers of each head, and the norm of the output."""

@@ -456,10 +456,7 @@ def config_json_of(
     dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or [
         "torch_dtype"
     ]
-    changed: dict[str, Any] = {
-        family.length_field: longest,
-        **dict.fromkeys(dtype_fields, dtype),
-    }
+    changed: dict[str, Any] = {family.length_field: longest, **dict.fromkeys(dtype_fields, dtype)}
     if family.model_type == MODEL_TYPE:
         tokens: Mapping[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return {**(base or tokens), **own_fields(model), **changed}

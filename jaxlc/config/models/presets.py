@@ -39,10 +39,7 @@ _LLAMA_70B: dict[str, Any] = dict(
     **_LLAMA_3_1,
 )
 _QWEN2_5: dict[str, Any] = dict(
-    model_type="qwen2",
-    vocab_size=152_064,
-    rms_norm_eps=1e-5,
-    rope_theta=1_000_000.0,
+    model_type="qwen2", vocab_size=152_064, rms_norm_eps=1e-5, rope_theta=1_000_000.0
 )
 _QWEN3: dict[str, Any] = dict(  # the sizes that 4B and 8B share
     model_type="qwen3",
@@ -57,11 +54,7 @@ _OLMO3: dict[str, Any] = dict(
     model_type="olmo3",
     vocab_size=100_278,
     rms_norm_eps=1e-6,
-    rope_scaling=dict(
-        rope_type="yarn",
-        factor=8.0,
-        original_max_position_embeddings=8192,
-    ),
+    rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192),
 )
 
 # The fields of config.json that differ from the defaults of transformers.
@@ -135,12 +128,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         intermediate_size=29_568,
         **_QWEN2_5,
     ),
-    "qwen3-4b": dict(
-        hidden_size=2560,
-        intermediate_size=9728,
-        tie_word_embeddings=True,
-        **_QWEN3,
-    ),
+    "qwen3-4b": dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **_QWEN3),
     "qwen3-8b": dict(hidden_size=4096, intermediate_size=12_288, **_QWEN3),
     # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
     "qwen3-30b-a3b": dict(

@@ -18,12 +18,7 @@ from jaxlc.config.models.config_json import (
     settings_of,
     stored_settings,
 )
-from jaxlc.config.models.model_schema import (
-    KindConfig,
-    ModelConfig,
-    model_from,
-    with_scaling,
-)
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from, with_scaling
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core import Unsupported, UserError, raise_all, reason_of

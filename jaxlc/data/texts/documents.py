@@ -520,11 +520,7 @@ def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterato
         )
     field_setting = fields.setting(file.setting)
     records = read_records(
-        file.path,
-        fields.document,
-        others=fields.others,
-        setting=file.setting,
-        lines=file.lines,
+        file.path, fields.document, others=fields.others, setting=file.setting, lines=file.lines
     )
     for record in records:
         try:

@@ -52,10 +52,7 @@ NO_STOPS = Stops([], [])
 
 
 def stops_of(
-    config: Config,
-    tokenizer: Tokenizer,
-    workdir: Path | None,
-    template: ChatTemplate | None = None,
+    config: Config, tokenizer: Tokenizer, workdir: Path | None, template: ChatTemplate | None = None
 ) -> Stops:
     """What ends the answers of a model.
 

@@ -52,21 +52,10 @@ from jaxlc.core.files import (
     sha256_of,
     write_errors_explained,
 )
-from jaxlc.data.texts.documents import (
-    BAD_RECORDS,
-    Fields,
-    Notes,
-)
+from jaxlc.data.texts.documents import BAD_RECORDS, Fields, Notes
 from jaxlc.data.texts.records import LINES_SUFFIXES, BadRecord, has_suffix
 from jaxlc.data.texts.sources import SourceFile, split_hash
-from jaxlc.data.tokens.encoder import (
-    Encoder,
-    Log,
-    Piece,
-    TokenizedPiece,
-    grouped,
-    tokenized_pieces,
-)
+from jaxlc.data.tokens.encoder import Encoder, Log, Piece, TokenizedPiece, grouped, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _HASHED_BYTES = 16 << 20  # of tokens, at a time

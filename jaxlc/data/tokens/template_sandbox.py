@@ -43,8 +43,7 @@ def environment(begin: str, end: str) -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     env.globals.update(
-        raise_exception=_raise,
-        mark_generation=lambda caller: f"{begin}{caller()}{end}",
+        raise_exception=_raise, mark_generation=lambda caller: f"{begin}{caller()}{end}"
     )
     env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     return env

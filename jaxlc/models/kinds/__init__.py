@@ -24,14 +24,7 @@ from jaxlc.config import Config, ModelConfig
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import Unsupported
 from jaxlc.models.block import Block
-from jaxlc.models.contract import (
-    KindOnMesh,
-    Mixer,
-    OnTiles,
-    OnTrees,
-    ReadsBefore,
-    Rotary,
-)
+from jaxlc.models.contract import KindOnMesh, Mixer, OnTiles, OnTrees, ReadsBefore, Rotary
 from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP

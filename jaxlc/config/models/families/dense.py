@@ -230,11 +230,7 @@ OLMO3 = Family(
     ),
     write_kinds=write_layer_types,
     settings={"attention.qk_norm": "projection", "norm_placement": "post"},
-    defaults=dict(
-        sliding_window=4096,
-        rope_theta=5e5,
-        rms_norm_eps=1e-5,
-    ),
+    defaults=dict(sliding_window=4096, rope_theta=5e5, rms_norm_eps=1e-5),
     rope_by_layer_type=True,
 )
 
@@ -257,9 +253,7 @@ PHI3 = Family(
     read_kinds=functools.partial(_mistral_read_kinds, default=None),
     write_kinds=_write_kinds,
     defaults=dict(
-        rms_norm_eps=1e-5,
-        partial_rotary_factor=1.0,
-        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5, partial_rotary_factor=1.0, original_max_position_embeddings=4096
     ),
     rope_scalings=("none", "ntk", "longrope"),
     tensor_names=dict(
@@ -327,11 +321,7 @@ QWEN3 = Family(
     write_kinds=_write_windows,
     settings={"attention.qk_norm": "head"},
     fields={"attention_bias": "attention.qkv_bias"},
-    defaults=dict(
-        num_key_value_heads=32,
-        head_dim=128,
-        sliding_window=_DEFAULT_WINDOW,
-    ),
+    defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(use_qk_norm=(True,)),
     irrelevant=_WINDOW_FIELDS,
 )

@@ -182,11 +182,7 @@ GLM4_MOE = Family(
     # `read_first_dense` reads the first one
     irrelevant=("first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"),
     feed_forward_tensors=dict(
-        experts=(
-            *experts.TENSORS,
-            experts.CHOICE_BIAS,
-            *experts.shared_tensors("shared_experts"),
-        )
+        experts=(*experts.TENSORS, experts.CHOICE_BIAS, *experts.shared_tensors("shared_experts"))
     ),
     tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),

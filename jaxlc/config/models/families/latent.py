@@ -15,11 +15,7 @@ from typing import Any
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor, conv_tensors
 from jaxlc.config.kinds.dense import DenseKind
-from jaxlc.config.models.families.experts import (
-    GLM4_MOE,
-    read_first_dense,
-    write_first_dense,
-)
+from jaxlc.config.models.families.experts import GLM4_MOE, read_first_dense, write_first_dense
 from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -102,11 +98,7 @@ DEEPSEEK_V3 = Family(
         "experts.shared_ffn_dim",
     ),
     defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
-    required_values=dict(
-        scoring_func=("sigmoid",),
-        topk_method=("noaux_tc",),
-        moe_layer_freq=(1,),
-    ),
+    required_values=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,)),
     other_prefixes=("model.layers.{num_layers}.",),
     irrelevant=(
         # the functions above read the first three

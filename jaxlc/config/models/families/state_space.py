@@ -267,10 +267,7 @@ FALCON_H1 = Family(
         "mamba_rms_norm": False,
     },
     required_values=dict(
-        mlp_bias=(False,),
-        projectors_bias=(False,),
-        mamba_proj_bias=(False,),
-        mamba_use_mlp=(True,),
+        mlp_bias=(False,), projectors_bias=(False,), mamba_proj_bias=(False,), mamba_use_mlp=(True,)
     ),
     irrelevant=("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
     name_parts={
