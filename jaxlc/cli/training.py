@@ -153,7 +153,9 @@ def _report_data(command: ParsedCommand[DataFlags]) -> int:
         stages.append(StageShares.of(stage, source))
     stages = [stage for stage in stages if stage.shares]
     _print_warnings(warnings)
-    print("\n".join([report_text(list(views.values()), stages), *[""] * bool(details), *details]))
+    print(report_text(list(views.values()), stages))
+    if details:
+        print("", *details, sep="\n")
     if not stages:
         return 0
     if errors.is_installed("matplotlib"):

@@ -358,10 +358,9 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     elif nearest:
         advice = f"did you mean --{nearest}?"
     else:
-        expected = f"expected one of {', '.join(sorted(map('--{}'.format, known)))}"
-        advice = (
-            takes_config and _setting_advice(new)
-        ) or expected + ", or --config.SECTION.NAME" * takes_config
+        advice = f"expected one of {', '.join(sorted(map('--{}'.format, known)))}"
+        if takes_config:
+            advice = _setting_advice(new) or f"{advice}, or --config.SECTION.NAME"
     raise UserError(f"unknown flag --{name}: {advice}")
 
 

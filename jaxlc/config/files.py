@@ -201,7 +201,7 @@ def read_config(name: str) -> ConfigDict:
         # names such as 256k.py cannot be imported
         get_config = runpy.run_path(str(path)).get("get_config")
         takes_variant = bool(get_config and inspect.signature(get_config).parameters)
-        config = get_config(*[variant] * takes_variant) if get_config else None
+        config = get_config and (get_config(variant) if takes_variant else get_config())
     except Exception as error:
         raise UserError(_error_text(error, name, path)) from error
     if get_config is None:

@@ -127,7 +127,9 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
         np.isfinite(losses.by_position.by_position("loss")["low"]).any() for losses in runs.values()
     )
     title = f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens"
-    axes.set_title(title + ", 95% intervals" * has_interval, loc="left", fontsize=10)
+    if has_interval:
+        title += ", 95% intervals"
+    axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, title="gain of full context", title_fontsize=8)
     style_axes(axes, grid="y")
     return figure

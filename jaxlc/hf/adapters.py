@@ -328,7 +328,9 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
     for path, layout in trained.items():
         if path.endswith(_endings(EXPERT_PROJECTIONS)) or layout.num_rows:
-            part = f", which is a part of the tensor {layout.tensor.name}" * bool(layout.num_rows)
+            part = (
+                f", which is a part of the tensor {layout.tensor.name}" if layout.num_rows else ""
+            )
             raise Unsupported(
                 f"unsupported: adapters for peft with trained {path}{part}; export without --adapters"
             )
@@ -375,7 +377,8 @@ def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Mo
             # peft wraps the module of one parameter in the module of the next one.
             is_inner = param != _LAST_PARAM and tensor.replace(param, _LAST_PARAM) in parts_of
             end = f"{_EXPERTS}.{param}"
-            names = [name.removesuffix(f".{param}") + ".base_layer" * is_inner for name in names]
+            inner = ".base_layer" if is_inner else ""
+            names = [name.removesuffix(f".{param}") + inner for name in names]
         else:
             end = _module(first)
         by_columns = first.tensor.num_inputs is None

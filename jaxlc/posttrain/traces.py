@@ -175,8 +175,11 @@ def open_traces(
     data = config.data
     posttrain = config.posttrain
     dtypes = array_dtypes(config)
-    fields = FIELDS + EXPERTS_FIELDS * posttrain.replay_routing
-    fields += TEACHER_FIELDS * bool(posttrain.teacher_top_k)
+    fields = FIELDS
+    if posttrain.replay_routing:
+        fields += EXPERTS_FIELDS
+    if posttrain.teacher_top_k:
+        fields += TEACHER_FIELDS
     read, notes = _read(
         config, tokenizer, sources or data.traces, _SETTING,
         lambda reader, record: reader.read(record) or [None], fields,

@@ -245,10 +245,12 @@ class Layout:
         # parameters and moments.
         sums = self.roofline.memory_seconds(device, 3 * shard)
         update = self.roofline.memory_seconds(device, 7 * shard)
-        update += self.roofline.host_seconds(device, 4 * shard) * (memory.optimizer == "host")
+        if memory.optimizer == "host":
+            update += self.roofline.host_seconds(device, 4 * shard)
         if memory.parameters == "host":
             update += self.roofline.host_seconds(device, 4 * shard)
-            sums += self.roofline.host_seconds(device, 3 * shard) * (num_microbatches > 1)
+            if num_microbatches > 1:
+                sums += self.roofline.host_seconds(device, 3 * shard)
         return num_microbatches * (layers + self._loss_seconds(config) + sums) + update
 
     def _attention_seconds(self, tile_tokens: int) -> tuple[float, float]:

@@ -283,8 +283,10 @@ def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list
     for document, offset, tokens in pieces:
         size = min(tokens, free)
         free -= size
-        first += [(document, offset, size)] * (size > 0)
-        rest += [(document, offset + size, tokens - size)] * (tokens > size)
+        if size > 0:
+            first.append((document, offset, size))
+        if tokens > size:
+            rest.append((document, offset + size, tokens - size))
     return first, rest
 
 
