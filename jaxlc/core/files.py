@@ -398,6 +398,8 @@ def new_directory(target: Path, advice: str) -> Iterator[Path]:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
+_MAX_NAME = 255  # bytes, NAME_MAX and PATH_MAX of Linux
+_MAX_PATH = 4096
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib changes gs://bucket to gs:/bucket
 _HUB = re.compile(r"hf:/|https?:/+(www\.)?huggingface\.co/")
 
@@ -406,7 +408,8 @@ def local_path(value: str | Path) -> Path:
     """A path that a user gave, with the home directory instead of `~`.
 
     Raises:
-      UserError: it is a URL, there is no home directory, or it is relative to a working directory that was deleted.
+      UserError: it is a URL or too long for a path, there is no home directory, or it is relative to a working
+        directory that was deleted.
     """
     if _URL.match(str(value)):
         hub = ", or the hub id ORGANIZATION/NAME of a model" if _HUB.match(str(value)) else ""
@@ -416,6 +419,10 @@ def local_path(value: str | Path) -> Path:
         )
     # unlike Path.expanduser, it does not raise for an unknown user
     path = os.path.expanduser(value)
+    names = os.fsencode(path).split(b"/")
+    # such as a text instead of a file; pathlib raises an OSError, also in exists()
+    if len(path) >= _MAX_PATH or len(max(names, key=len)) > _MAX_NAME:
+        raise UserError(f"{path[:64]}... is too long for a path")
     if f"{path}/".startswith("~/"):  # as in a container whose user has a number only
         raise UserError(
             f"{value} is in the home directory, and this user has none: set HOME, or pass another path"

@@ -163,7 +163,7 @@ def _parse(source: str) -> tuple[list[int], list[int]]:
     lengths: list[int] = []
     prefixes: list[int] = []
     for part in source.split(","):
-        plain = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip())
+        plain = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d{0,6}))?", part.strip())
         if plain:
             nodes = [(int(plain[1]), 0)] * int(plain[2] or 1)
         else:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import math
 import re
+import sys
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -80,6 +81,9 @@ _NODES = {
 }
 
 
+_MAX_GPUS = 2**20  # the devices of XLA take a minute then
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """NVLink domains of equal GPUs, connected by a network."""
@@ -149,6 +153,8 @@ def topology(
         )
     num_domains = int(match[1])
     gpus_per_domain = int(match[2])
+    if num_domains * gpus_per_domain > _MAX_GPUS:
+        raise UserError(f"invalid topology {name!r}: expected at most {_MAX_GPUS:,} GPUs")
     if devices_per_process < 1 or gpus_per_domain % devices_per_process:
         raise UserError(
             f"devices per process ({devices_per_process}) must divide the {gpus_per_domain} GPUs of a domain of {name}"
@@ -165,7 +171,7 @@ def topology(
         gpus_per_node=node.num_gpus,
         host_memory_bytes_per_node=node.memory_bytes
         if host_memory_gib is None
-        else int(host_memory_gib * 2**30),
+        else int(min(host_memory_gib * 2**30, sys.maxsize)),
     )
 
 

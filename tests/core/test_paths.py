@@ -54,6 +54,12 @@ def test_paths_in_a_deleted_working_directory(tmp_path, monkeypatch):
         local_path("runs/a")
 
 
+@pytest.mark.parametrize("path", ["a text " * 40, "a/" * 2048, "ä" * 128])
+def test_local_path_that_is_too_long_raises(path):
+    with pytest.raises(UserError, match="is too long for a path"):
+        local_path(path)
+
+
 def test_local_path_without_a_home_directory_raises(monkeypatch):
     """As in a container that runs with the number of a user: a directory named ~ would be made."""
     without_home(monkeypatch)

@@ -137,6 +137,7 @@ def test_read_documents_of_corpus_equals_segments(tmp_path, eval_sequences):
     ("longest", "invalid document lengths 'longest': expected corpus, mix, or lengths in tokens such as 65536,1024x64"),
     ("12,,3", "invalid document lengths"),
     ("0", "invalid document lengths"),
+    ("1024x99999999999", "invalid document lengths"),
     ("tree:100+2x(30+4x)", "invalid document lengths"),
 ])  # fmt: skip
 def test_read_documents_with_invalid_lengths_raises(source, words):

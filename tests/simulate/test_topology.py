@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,6 +43,7 @@ def test_topology_host_memory_defaults_to_whole_node():
         ("H100:8", "expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as h100:1x8"),
         ("h100:0x8", "invalid topology"),
         ("h100:8x8x2", "invalid topology"),
+        (f"h100:1x{'9' * 23}", "expected at most 1,048,576 GPUs"),
     ],
 )
 def test_topology_with_invalid_name_raises(name, says):
@@ -50,6 +53,10 @@ def test_topology_with_invalid_name_raises(name, says):
 
 def test_topology_in_capitals_is_the_same():
     assert str(topology("H100:8X8")) == "h100:8x8"
+
+
+def test_topology_takes_any_host_memory():
+    assert topology("h100:1x8", host_memory_gib=1e300).host_memory_bytes_per_node == sys.maxsize
 
 
 def test_topology_with_indivisible_processes_raises():
