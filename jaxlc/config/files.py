@@ -129,7 +129,7 @@ def config_text(stages: Sequence[Stage]) -> str:
     """The text of a config file, from which `read_config` and `load_stages` return `stages` again.
 
     It does not depend on defaults, presets, or a config.json that may change later. Relative paths
-    stay relative.
+    of data stay relative.
     """
     first = stages[0]
     settings = {
