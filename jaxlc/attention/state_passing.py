@@ -116,9 +116,9 @@ def entering_states(
     the exchange is not repeated.
 
     Args:
-      maps: of all groups of this rank, arrays [G, B, ...], those of one fragment after the other.
-      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order. More: those of
-        chains, which are independent of each other; the fragments 2 i and 2 i + 1 are the two of chain i.
+      maps: of all groups of this rank, arrays [G, B, ...], one fragment after the other.
+      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order. More: of
+        several chains, which are independent of each other; the fragments 2 i and 2 i + 1 are the two of chain i.
       fragment_GB: of `sharded_recurrence.GroupTable`. None: all fragments have equal numbers of groups.
     """
     return _entering(maps, fragment_GB, ranks, num_fragments, 1)

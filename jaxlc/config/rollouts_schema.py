@@ -80,8 +80,8 @@ class PosttrainConfig:
     # number of its most probable next tokens and one bucket for all others. The records have them in the fields
     # teacher_tokens and teacher_log_probs, such as of `jaxlc logprobs --top_k`. 0: cross entropy
     teacher_top_k: int = 0
-    # tokens go to the experts that the sampler chose, which the records have in the field routed_experts. The weights
-    # of these experts are those of the current router.
+    # tokens go to the experts that the sampler chose, which the records have in the field routed_experts. The current
+    # router determines the weights of these experts.
     replay_routing: bool = False
 
     @property

@@ -51,7 +51,7 @@ class AttentionWork(NamedTuple):
         return self.total_of(is_over_prefix=False) + self.total_of(is_over_prefix=True)
 
     def total_of(self, *, is_over_prefix: bool) -> float:
-        """Those of branches and prefixes, or those of other pairs."""
+        """Pairs of branches and their prefixes; or all others."""
         if is_over_prefix:
             return self.prefix_own_pairs + self.num_other_steps * self.prefix_ring_step_pairs
         return self.own_pairs + self.num_other_steps * self.ring_step_pairs

@@ -14,9 +14,9 @@ its published source:
 None of them was fitted to a training step. docs/calibration.md lists the sources and compares
 steps.
 
-The 80% interval of an estimated step is built from its parts (`Roofline.step_interval`): kernels on
-a GPU on which steps of jaxlc were measured have the spread of these steps; communication, other
-kernels and other GPUs that of published runs of other trainers. `python -m benchmarks.calibration`
+The 80% interval of an estimated step is built from its parts (`Roofline.step_interval`). Kernels on
+a GPU on which steps of jaxlc were measured have the spread of these steps. Communication, other
+kernels and other GPUs have the spread of published runs of other trainers. `python -m benchmarks.calibration`
 computes the constants (docs/calibration.md); a test compares them with its stored results. A file
 of constants can replace them.
 """

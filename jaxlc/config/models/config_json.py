@@ -378,7 +378,7 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """The family to export `model` as: that of the config.json it comes from, or the first one with
-    the same layers. If there is none, that of files with names of our own (`is_own_format`)."""
+    the same layers. If there is none, one with names of our own (see `is_own_format`)."""
     if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
     fitting = (x for x in FAMILIES.values() if config is None and _describes(x, model))

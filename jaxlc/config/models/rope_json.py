@@ -311,7 +311,7 @@ def _names_of(rope_type: str) -> dict[str, str]:
 def _values(
     names: Iterable[str], parameters: Mapping[str, Any], rope_type: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of `names`, or None: those of `parameters`; lengths outside of rope_scaling take
+    """The values of `names` in `parameters`, or None; lengths outside of rope_scaling take
     precedence.
 
     The original length is max_position_embeddings if it is absent. The factor of longrope, or a

@@ -91,7 +91,7 @@ def _read_kinds(config: Fields) -> list[str]:
     return read_layer_types(config, default=_group(pattern))
 
 
-# of models with images: names in files, and those of the modules of transformers 5
+# prefixes of models with images: in files, and of the modules of transformers 5
 _LANGUAGE_MODEL = {"language_model.": "", "model.language_model.": "model."}
 _VISION = tuple(
     f"{prefix}{part}."

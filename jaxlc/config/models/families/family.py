@@ -102,7 +102,7 @@ class Family:
     read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
     # The fields of config.json for the layers of a model, as `read_kinds` reads them.
     write_kinds: Callable[[ModelConfig], dict[str, Any]] = nothing
-    # those of COMMON_SETTINGS that differ from it
+    # settings that differ from COMMON_SETTINGS
     settings: Mapping[str, Any] = field(default_factory=dict)
     # More fields of config.json -> ModelConfig. attention_bias stands for attention.qkv_bias
     # and attention.out_bias.
@@ -144,7 +144,7 @@ class Family:
     row_groups: Mapping[str, str] = field(default_factory=dict)
     # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
     # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
-    # name of a tensor -> those of the tensors that have its rows, one after the other.
+    # name of a tensor -> the ends of the names of the tensors that have its rows, one after the other.
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -212,8 +212,8 @@ class Family:
 
     @property
     def has_one_attention_bias(self) -> bool:
-        """Whether the field attention_bias is that of all projections of attention; otherwise, not
-        of the output.
+        """Whether the field attention_bias is for all projections of attention; otherwise, it is for
+        all but the output.
         """
         own = {*self.settings, *self.fields.values()}
         return "attention_bias" in self.fields and "attention.out_bias" not in own
@@ -233,8 +233,7 @@ def _tensors(
     feed_forward: tuple[LayerTensor, ...],
     aliases: tuple[LayerTensor, ...],
 ) -> tuple[LayerTensor, ...]:
-    """The tensors of all layers, by the names that Llama introduced and all families use. A model
-    has those of its parameters."""
+    """The tensors that a layer may have, by the names that Llama introduced and all families use."""
     alias_of = {alias.param: alias for alias in aliases}
 
     def complete(block: str, x: LayerTensor, alias: LayerTensor | None = None) -> LayerTensor:

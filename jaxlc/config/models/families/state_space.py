@@ -197,8 +197,9 @@ _FALCON_LISTS = {
 
 
 def _falcon_read_settings(config: Fields) -> dict[str, Any]:
-    """Projections without biases commute with multipliers: the one of the input of attention is part
-    of those of its logits and of its output, the one of the input of Mamba-2 of its projections.
+    """Projections without biases commute with multipliers. So the multiplier of the input of
+    attention becomes a factor of the multipliers of its logits and of its output, and the multiplier
+    of the input of Mamba-2 a factor of the multipliers of its projections.
     """
     into, key, state = (
         config.get(f"{x}_multiplier") or 1.0 for x in ("attention_in", "key", "ssm_in")
