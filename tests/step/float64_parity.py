@@ -52,8 +52,10 @@ MIXED = LATENT | EXPERTS | dict(layer_kinds=("sliding", "latent"), window=6)
 # attention and Mamba-2 side by side
 SIDE_BY_SIDE = MAMBA | dict(layer_kinds=("full_mamba2",))
 SLIDING, TILES = policy_loss.KINDS["sliding"]["model"], dict(memory=dict(tile_tokens=12))
-DEEP = [(MIXED, dict(context=4), {}), (MAMBA, dict(context=4), TILES)]
+# recurrent_oracle.py has trees of recurrent layers, and test_delta_rule.py has them in tiles.
+DEEP = [(MIXED, dict(context=4), {})]
 MORE_DEEP = [
+    (MAMBA, dict(context=4), TILES),
     (policy_loss.QUERY_SCALE, dict(context=1), {}),
     (policy_loss.QUERY_SCALE, dict(context=2, tensor=2), dict(attention=dict(strategy="ulysses"))),
     (SLIDING, dict(context=2), dict(attention=dict(strategy="all_gather"))),
