@@ -301,6 +301,7 @@ class ModelConfig:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
         return self.attention.window if self.attention_of(kind) == "sliding" else None
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  searches ask tens of thousands of times
     def of_kind(self, kind: str) -> "LayerConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind."""
         own = next(

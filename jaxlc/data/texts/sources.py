@@ -23,7 +23,7 @@ import os
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ def split_hash(name: str) -> float:
 
 def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     if source == PYTHON_STDLIB:
-        files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
-        return [(name, path) for name, path in files if _INSTALLED_PACKAGES.isdisjoint(path.parts)]
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        return _files_below(stdlib, (".py",), without=_INSTALLED_PACKAGES)
     if source.startswith(hub.DATASET_PREFIX):
         files = hub.dataset_files(source, setting)
         suffixes = (*suffixes, *NAMED_SUFFIXES)
@@ -148,7 +148,10 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
     ]
 
 
-def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+def _files_below(
+    root: Path, suffixes: tuple[str, ...], without: Collection[str] = ()
+) -> list[tuple[str, Path]]:
+    """Names relative to `root`, and paths; `without`: names of directories that are not searched."""
     named_paths = []
     for directory, subdirectories, file_names in os.walk(root):
         splits = {f"{shard[1]}-*" for name in file_names if (shard := _SHARD.match(name))}
@@ -160,7 +163,9 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]
                 f"{directory} has several splits of a data set: name those to use, of {paths}"
             )
         subdirectories[:] = [
-            name for name in subdirectories if not name.startswith(".") and name != "__pycache__"
+            name
+            for name in subdirectories
+            if not name.startswith(".") and name not in ("__pycache__", *without)
         ]
         paths = [
             Path(directory, name)
