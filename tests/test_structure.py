@@ -157,6 +157,12 @@ def test_commands_print_help_and_errors_without_jax():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_training_starts_without_scipy():
+    """It is a tenth of the time of the imports, and few processes need it."""
+    code = "import jaxlc.train.loop, sys; assert 'scipy.special' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("package", ["data", "generation", "plan", "profile", "train"])
 def test_packages_that_verbs_import_first_do_so_without_notes_of_the_cuda_plugin(package):
     """Without a GPU, the plugin writes three notes to stderr when JAX is imported."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr, stdtrit
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
@@ -165,12 +164,19 @@ def estimate(
         mean = loss.sum(0) / weight.sum(0)
         effective = weight.sum(0) ** 2 / (weight**2).sum(0)
     for i in np.flatnonzero((num_documents >= MIN_DOCUMENTS) & np.isfinite(mean)):
-        n = max(effective[i], 2.0)
-        # approaches 0.025 for many documents
-        tail = ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, 0.025))
+        tail = _tail(max(effective[i], 2.0))
         # NaN: resamples without weight
         low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])
     return Estimates(mean, low, high, num_documents)
+
+
+def _tail(num_documents: float) -> float:
+    """The share of resamples below the interval of `estimate`, which approaches 0.025."""
+    # Not at the top: it takes a tenth of the time of all imports of a run, and few runs have intervals.
+    from scipy.special import ndtr, stdtrit
+
+    scale = np.sqrt(num_documents / (num_documents - 1))
+    return ndtr(scale * stdtrit(num_documents - 1, 0.025))
 
 
 def _resampled_counts(num_documents: int, num_resamples: int) -> Iterator[np.ndarray]:

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from scipy.special import zeta
-
 from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import local_path, read_json_file
 from jaxlc.evals.haystack import (
@@ -105,6 +103,8 @@ def coded_words(task: Task, vocab_size: int, size: int, rng: random.Random) -> E
     Args:
       size: expected number of words, in units of 10.
     """
+    from scipy.special import zeta  # not at the top, as in jaxlc/evals/document_loss.py
+
     vocab = _names(max(vocab_size, 4), _CODED_LENGTH, rng, string.ascii_lowercase)
     vocab[0] = _NOISE_WORD
     ranks = range(1, len(vocab) + 1)
