@@ -11,7 +11,7 @@ from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.step.batch import Batch
 from tests.step.synthetic import small_config, small_step
 
-ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 120
+ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 60
 FACTS = 8  # tokens 0..7 are facts, 8 is the question, 9..15 are noise
 ASK, CHANCE = 8, np.log(FACTS)
 FACT_POSITION = 20  # chunk 2 of 8, on rank 2; the question is asked in chunk 7, on rank 0
@@ -36,7 +36,7 @@ def _rows(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def _final_loss() -> float:
     config = small_config(
-        model=dict(vocab_size=16),
+        model=dict(vocab_size=16, num_layers=1),
         mesh=dict(context=CONTEXT),
         data=dict(seq_len=TOKENS),
         optimizer=dict(learning_rate=1e-2, schedule="constant", warmup_steps=1, weight_decay=0.0),
