@@ -17,8 +17,11 @@ strategies = pytest.mark.parametrize("strategy", support_table.STRATEGIES)
 
 
 def _is_sampled(case: support_table.Case) -> bool:
-    """Whether rings of 1, 3 and 8 ranks represent the case: blockwise rings of 2, 4 and 6 ranks."""
-    return (case.strategy, case.kernel) == ("ring", "blockwise") and case.context in (2, 4, 6)
+    """Whether others represent the case: blockwise rings of 2, 4 and 6 ranks those of 1, 3 and 8, and Pallas
+    with a ring of one rank, which sends nothing, Pallas with the other strategies.
+    """
+    contexts = dict(blockwise=(2, 4, 6), pallas=(1,)).get(case.kernel, ())
+    return case.strategy == "ring" and case.context in contexts
 
 
 @pytest.mark.parametrize(
