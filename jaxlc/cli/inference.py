@@ -32,6 +32,7 @@ from jaxlc.core.files import (
     fingerprint_of,
     full_disk_explained,
     local_path,
+    locked,
     make_writable,
     read_json_file,
     replacing,
@@ -343,15 +344,16 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
             f"--top_k={flags.top_k} is more than the {run.config.model.vocab_size} tokens of the model; use a smaller"
             " number"
         )
-    # Processes must agree, also on file systems that show them different states of the file.
-    num_done = on_process_0(lambda: _num_records(out, header))
     num_records = 0
     with (
+        contextlib.ExitStack() as lock,
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
         # Other processes than 0 compute the same records and write none.
         open(os.devnull if jax.process_index() else out, "a", encoding="utf-8") as file,
         progress_lines("scoring records", is_shown=jax.process_index() == 0) as update,
     ):
+        # Processes must agree, also on file systems that show them different states of the file.
+        num_done = on_process_0(lambda: _num_records(out, header, lock))
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
@@ -443,13 +445,18 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
-def _num_records(out: Path, header: dict[str, Any]) -> int:
+def _num_records(out: Path, header: dict[str, Any], lock: contextlib.ExitStack) -> int:
     """Records that an earlier run wrote; removes a line that it did not finish. Writes the header
     of a new file.
 
+    Args:
+      lock: holds the lock of the file when this returns.
     Raises:
-      UserError: the file has another header or none. It is not changed.
+      UserError: another command writes to the file, or it has another header or none. It is not changed.
     """
+    problem = f" writes to {out}: wait for its end, or use another OUT"
+    path = out.with_suffix(".lock")
+    lock.enter_context(locked(path, lambda _: None, timeout_seconds=0, problem=problem))
     path = out.with_suffix(".header.json")
     if not out.is_file() or not out.stat().st_size:
         with replacing(path) as file:

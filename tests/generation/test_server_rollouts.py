@@ -19,6 +19,7 @@ import pytest
 from jaxlc.cli import main_of
 from jaxlc.config import Config, load, read_config
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import locked
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.generator import Generator
@@ -176,6 +177,9 @@ def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_pa
     assert len(asked) == 4  # a probe and 3 records
     assert logprobs_main(command) == 0 and out.read_bytes() == whole
     assert "5 records, 5 of them in earlier runs" in capsys.readouterr().out
+    with locked(out.with_suffix(".lock"), pytest.fail):
+        assert logprobs_main(command) == 2 and out.read_bytes() == whole
+    assert f"writes to {out}: wait for its end, or use another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
