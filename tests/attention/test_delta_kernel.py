@@ -64,7 +64,8 @@ def _operands():
     return operands("float32", key_dim=16, value_dim=32)
 
 
-@pytest.mark.parametrize("context", [1, 4])
+# The other tests have one rank.
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_kernels_equal_a_loop_over_tokens(monkeypatch, context):
     """Documents cross chunks and ranks; there are padding, and gates of 0 and of -1000."""
     monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 128)

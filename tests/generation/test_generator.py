@@ -91,9 +91,10 @@ def cudnn_over_cache(monkeypatch):
 @pytest.mark.parametrize(("mesh", "model", "strategy"), [
     (dict(), dict(), "ring"), (dict(context=2), KINDS, "ulysses"), (dict(context=4, tensor=2), DYNAMIC, "ring"),
     (dict(context=2, fsdp=2, tensor=2), MIXED, "all_gather"), (dict(tensor=4, data=2), dict(), "ring"),
-    # tests/step/recurrent_oracle.py also has recurrent layers, in float64
+    # tests/step/recurrent_oracle.py also has recurrent layers, and latent_oracle.py latent ones, in float64
     pytest.param(dict(context=2, tensor=2), KIMI_DELTA, "ring", marks=pytest.mark.full),
-    pytest.param(dict(context=8), HYBRID, "ring", marks=pytest.mark.full), (dict(context=2, tensor=2), LATENT, "ring"),
+    pytest.param(dict(context=8), HYBRID, "ring", marks=pytest.mark.full),
+    pytest.param(dict(context=2, tensor=2), LATENT, "ring", marks=pytest.mark.full),
 ], ids=str)  # fmt: skip
 def test_prefill_and_decode_equal_one_forward_pass(mesh, model, strategy, one_device):
     """Prompts of unequal lengths in chunks of 64 tokens, then the rest of each sequence token by
