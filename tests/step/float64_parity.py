@@ -1,13 +1,11 @@
 """Prints the largest relative errors of shared prefixes against separate rows, with the training
 step in float64.
 
-    python -m tests.step.float64_parity [--all]
+    python -m tests.step.float64_parity
 
 It runs in a process of its own: before the package is imported, float32 is replaced by float64. So
 the errors that are left are those of the algorithm, not of rounding.
 """
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +36,7 @@ from tests.step.synthetic import (  # noqa: E402
 from tests.tolerances import max_relative_error  # noqa: E402
 from tests.trees import random_documents, separate_rows  # noqa: E402
 
-MORE = [  # with --all
+CASES = [
     ("grpo", "recurrent tiles", dict(context=4, tensor=2), {}),
     ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
     ("grpo", "recurrent", dict(context=4, tensor=2), {}),
@@ -52,9 +50,8 @@ MIXED = LATENT | EXPERTS | dict(layer_kinds=("sliding", "latent"), window=6)
 # attention and Mamba-2 side by side
 SIDE_BY_SIDE = MAMBA | dict(layer_kinds=("full_mamba2",))
 SLIDING, TILES = policy_loss.KINDS["sliding"]["model"], dict(memory=dict(tile_tokens=12))
-# recurrent_oracle.py has trees of recurrent layers, and test_delta_rule.py has them in tiles.
-DEEP = [(MIXED, dict(context=4), {})]
-MORE_DEEP = [
+DEEP = [
+    (MIXED, dict(context=4), {}),
     (MAMBA, dict(context=4), TILES),
     (policy_loss.QUERY_SCALE, dict(context=1), {}),
     (policy_loss.QUERY_SCALE, dict(context=2, tensor=2), dict(attention=dict(strategy="ulysses"))),
@@ -117,15 +114,14 @@ def report(name: str, got, got_loss, gradients, expected) -> None:
 
 
 def main() -> None:
-    has_all = sys.argv[1:] == ["--all"]
-    for loss, kinds, mesh, attention in MORE if has_all else ():
+    for loss, kinds, mesh, attention in CASES:
         params, gradients, expected = policy_loss.separate_rows(loss, kinds)
         config = policy_loss.config_with(
             loss, **policy_loss.KINDS[kinds], mesh=mesh, attention=attention
         )
         _, *got = policy_loss.results(config, loss, params)
         report(f"{loss} {kinds}", *got, gradients, expected)
-    for kinds in ("", "replay") if has_all else ():  # answers share tokens in the loss
+    for kinds in ("", "replay"):  # answers share tokens in the loss
         params, gradients, expected = policy_loss.branching_rows("dapo", kinds)
         sections = policy_loss.KINDS[kinds] | dict(mesh=dict(context=4))
         config, groups = (
@@ -134,7 +130,7 @@ def main() -> None:
         )
         _, *got = policy_loss.results(config, "dapo", params, groups)
         report(f"branching {kinds}", *got, gradients, expected)
-    for seed, (model, mesh, sections) in enumerate([*DEEP, *(MORE_DEEP if has_all else [])]):
+    for seed, (model, mesh, sections) in enumerate(DEEP):
         tree, rows = deep_rows(seed)
         params, gradients, expected = deep_results(rows, model=model)
         attention = dict(sections.get("attention", {}), shared_prefixes=4)

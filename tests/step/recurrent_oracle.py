@@ -93,7 +93,7 @@ def main() -> None:
     for kind in mamba2, kimi_delta, gated_delta_net:
         latent_oracle.MIXERS[kind.__name__] = functools.partial(mixer, kind)
     latent_oracle.MODEL = MORE if sys.argv[1:] == ["--all"] else MODEL
-    latent_oracle.main("trees")
+    latent_oracle.main()
 
 
 if __name__ == "__main__":

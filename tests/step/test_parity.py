@@ -282,7 +282,7 @@ HYBRIDS = [
 @pytest.mark.parametrize(
     ("strategy", "axes", "model", "memory"),
     [
-        # The heavy float64_parity.py has ranks of both axes, and whole sequences.
+        # The full float64_parity.py has ranks of both axes, and whole sequences.
         pytest.param(*case, marks=[] if index == 5 else pytest.mark.full)
         for index, case in enumerate(HYBRIDS)
     ],

@@ -227,7 +227,7 @@ def magnitude(config, loss):
     [
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
         ("grpo", "sequence_mask", dict(context=8), {}),
-        # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and
+        # The heavy latent_oracle.py and recurrent_oracle.py have other kinds and tensor ranks, and
         # another test here tiles.
         *(
             pytest.param(*case, marks=pytest.mark.full)
@@ -346,19 +346,21 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "flags, num_cases", [([], 1), pytest.param(["--all"], 23, marks=pytest.mark.full)]
-)
-def test_shared_prefixes_in_float64_equal_separate_rows(flags, num_cases):
-    """To 1e-13, so the differences of float32 are those of sums in another order."""
+@pytest.mark.full
+def test_shared_prefixes_in_float64_equal_separate_rows():
+    """To 1e-13, so the differences of float32 are those of sums in another order.
+
+    The oracles of test_parity.py have trees of latent and recurrent layers in float64, and test_shared_prefix.py
+    has them in sliding windows.
+    """
     output = subprocess.run(
-        [sys.executable, "-m", "tests.step.float64_parity", *flags],
+        [sys.executable, "-m", "tests.step.float64_parity"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
-    assert len(errors) == 2 * num_cases and max(errors) <= 1e-13, output
+    assert len(errors) == 2 * 23 and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():
