@@ -55,18 +55,15 @@ def test_plan_of_large_models_and_long_rings(preset, topology, mesh):
     assert result.ring.hops == result.ring.hidden + result.ring.exposed > 0
 
 
-_BASELINES = zip(
-    memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
-)
+_BASELINES = [
+    *zip(
+        memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
+    )
+]
 
 
-@pytest.mark.parametrize(
-    "baseline, max_gib, max_seconds",
-    [
-        pytest.param(*case, marks=pytest.mark.full if index < 4 else [])
-        for index, case in enumerate(_BASELINES)
-    ],
-)
+@pytest.mark.full  # test_configs.py has a plan with tiles, and test_offload.py what is in host memory
+@pytest.mark.parametrize("baseline, max_gib, max_seconds", _BASELINES)
 def test_plan_baseline_cases_need_less_memory(baseline, max_gib, max_seconds):
     """The last of our cases for each baseline; arguments and temporaries, as the baselines are
     measured.

@@ -120,6 +120,7 @@ def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
 
 
 @pytest.mark.heavy
+@pytest.mark.full  # test_full_size.py has the memory of this model, and the tests of rings above what is hidden
 def test_whole_model_on_64_gpus_needs_under_6_gib():
     """1.4 GiB of state and 5.3 GiB of temporaries, without arrays of size tokens x tokens or tokens
     x vocabulary.
