@@ -193,6 +193,6 @@ def _fits(value: Any, hint: Any) -> bool:
         return origin is bool
     if origin is Sequence and isinstance(value, (str, Mapping)):
         return False
-    if origin is Sequence and isinstance(value, (list, tuple)):
+    if origin is Sequence and isinstance(value, (list, tuple, bytes)):
         return all(_fits(item, arguments[0]) for item in value)
     return isinstance(value, _ACCEPTED.get(origin, origin))
