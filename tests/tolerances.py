@@ -16,7 +16,8 @@ MUON_PARITY = 1e-4
 # Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 2e-5 between one device and tiles, of
 # which 1.9e-5 are errors of one device. Of all parameters of three layers, 1.15e-5 between one device and hybrid with
 # tiles: compared with float64 for three sets of parameters, one device has errors of 1.0e-5, 1.6e-5 and 1.0e-5, and
-# hybrid 1.9e-5, 0.9e-5 and 1.2e-5. Of kimi_delta, 1.03e-5 in a convolution between one device and context=4.
+# hybrid 1.9e-5, 0.9e-5 and 1.2e-5. With copies of nodes, 1.1e-5, where both have errors of 8e-6. Of kimi_delta,
+# 1.03e-5 in a convolution between one device and context=4.
 FLOAT32_DECAY_GRADIENT = 2e-5
 # The same of mamba2 with the norm before the gate, which makes outputs independent of a factor of the state, so that
 # the terms cancel further: 2e-5 between one device and ulysses. Compared with float64, one device has an error of

@@ -27,7 +27,7 @@ from tests.step.synthetic import (
     small_step,
     without_padding,
 )
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.tolerances import FLOAT32_DECAY_GRADIENT, FLOAT32_PARITY, max_relative_error
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
 GPT_OSS = dict(router="topk_softmax", renormalize_router=False, expert_bias=True)
@@ -99,7 +99,9 @@ def test_loss_and_gradients_equal_one_device(node_devices, axes, memory, section
     errors = jax.tree.map(
         lambda a, b: max_relative_error(without_padding(a, b), b), gradients, expected
     )
-    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    is_recurrent = sections.get("model") is HYBRID
+    tolerance = FLOAT32_DECAY_GRADIENT if is_recurrent else FLOAT32_PARITY
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
 @functools.cache

@@ -157,7 +157,8 @@ def decayed_products(
     if G.shape[-1] > 1:
         x = jnp.stack([repeated(x) for x in xs])
         return [*_products_by_channel(x, repeated(k), G, segments, prefixes, dtype)]
-    decay = decays_between(G.mT, G, gates.paths.visible)
+    # Products of a token with itself do not depend on G. In its gradient, their two terms would cancel.
+    decay = decays_between(G.mT, G, jnp.tril(gates.paths.visible, -1)) + jnp.eye(G.shape[-2])
     return [repeated(product("...ik,...jk->...ij", x, k, dtype)) * decay for x in xs]
 
 
@@ -230,14 +231,18 @@ def _direct_forward(x, k, G, visible):
 
 
 def _direct_backward(residuals, gradient):
+    """Products of a token with itself, which do not depend on G, are added after its gradient."""
     x, k, G, visible = residuals
-    *decays, last = _exponentials(G, visible, len(x) + 1)
+    *decays, last = _exponentials(G, jnp.tril(visible, -1), len(x) + 1)
     dx = jnp.stack([
         (one[..., None] * k[..., None, :, :] * decay).sum(-2) for one, decay in zip(gradient, decays)
     ])  # fmt: skip
     of_pairs = sum(one[..., None] * own[..., :, None, :] for one, own in zip(gradient, x))
     dk = (of_pairs * last).sum(-3)
     dG = (x * dx).sum(0) - k * dk
+    with_itself = (gradient * jnp.eye(k.shape[-2])).sum(-1, keepdims=True)
+    dx += with_itself * k
+    dk += (with_itself * x).sum(0)
     return dx.astype(x.dtype), dk.astype(k.dtype), jnp.broadcast_to(dG, G.shape), None
 
 

@@ -306,7 +306,9 @@ def _product_gradients(x: Operands, gates: _Gates, beta, dscores, dA) -> tuple[j
     narrow = functools.partial(_narrow, x.q.dtype)
     k = x.k[...]
     dproducts = dscores * gates.decays
-    dbetween = dproducts * narrow(x.q[...], k.T)
+    rows, columns = _indices(dproducts.shape[0])
+    # Products of a token with itself do not depend on G: their two terms would cancel.
+    dbetween = jnp.where(rows > columns, dproducts * narrow(x.q[...], k.T), 0.0)
     by_beta = _corrected(dA, gates, jnp.ones_like(beta))
     by_kk = by_beta * narrow(k, k.T)
     dkk = by_beta * beta[:, None]
