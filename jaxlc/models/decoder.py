@@ -241,13 +241,13 @@ def abstract_params(
     model: ModelConfig, vocab_size_padded: int, lora: LoraConfig | None = None
 ) -> dict:
     """Shapes and dtypes of the result of `init`; nothing is computed."""
-    _, state = _abstract_decoder(model, vocab_size_padded, None, lora)
+    _, state = _abstract_decoder(model, vocab_size_padded, None, lora, "")
     return nnx.to_pure_dict(state)
 
 
 def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
     """Amax histories of delayed scaling before the first step: zeros."""
-    _, state = _abstract_decoder(model, model.vocab_size, fp8, None)
+    _, state = _abstract_decoder(model, model.vocab_size, fp8, None, "")
     return nnx.to_pure_dict(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History))
     )
@@ -257,7 +257,7 @@ def dims_of(model: ModelConfig, lora: LoraConfig | None = None) -> dict:
     """The parameter tree with a tuple of dimension names per leaf, e.g. ("layers", "model",
     "heads", "head_dim").
     """
-    _, state = _abstract_decoder(model, model.vocab_size, None, lora)
+    _, state = _abstract_decoder(model, model.vocab_size, None, lora, "")
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
     stacked = {
         path: (_LAYERS, *dims) if is_layers(path[0]) else dims for path, dims in declared.items()
@@ -321,7 +321,7 @@ def apply(
 
 def bind(params: dict, model: ModelConfig, lora: LoraConfig | None = None) -> Decoder:
     """The decoder with these parameters, the tree that `init` returns, in any dtype. FP8 is off."""
-    graph_def, _ = _abstract_decoder(model, params["embedding"].shape[0], None, lora)
+    graph_def, _ = _abstract_decoder(model, params["embedding"].shape[0], None, lora, "")
     return nnx.merge(graph_def, params)
 
 
@@ -331,7 +331,7 @@ def _abstract_decoder(
     vocab_size_padded: int,
     fp8: Fp8 | None,
     lora: LoraConfig | None,
-    routing: Routing = "",
+    routing: Routing,  # without a default: a call that leaves it out has another key in the cache
 ):
     """(graph definition, abstract state) of the decoder; nothing is computed."""
     init = Init(jax.random.key(0), fp8, lora, routing)
