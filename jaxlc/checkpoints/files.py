@@ -210,12 +210,6 @@ def read_meta(directory: Path, step: int) -> dict:
         raise unreadable(directory, step, first_words(error)) from error
 
 
-def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
-    """Name -> dtype of the arrays of a checkpoint directory; names as "params/embedding"."""
-    tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / "state").tree
-    return {name: np.dtype(array.dtype) for name, array in named_leaves(tree)}
-
-
 def unreadable(directory: Path, step: int, problem: str) -> UserError:
     """The error for a checkpoint that cannot be read; it lists the other checkpoints of the
     directory.
@@ -253,6 +247,20 @@ def on_every_process(read: Callable):
     if problem := problem_of_any_process("checkpoint read", problem):
         raise Damaged(problem)
     return result
+
+
+def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
+    """Name -> dtype of the arrays of a checkpoint directory; names as "params/embedding".
+
+    Raises:
+      UserError: it cannot be read, such as if a run deletes it.
+    """
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        tree = on_every_process(lambda: handler.metadata(epath.Path(checkpoint) / "state").tree)
+    except Damaged as error:
+        raise unreadable(checkpoint.parent, int(checkpoint.name), str(error)) from error
+    return {name: np.dtype(array.dtype) for name, array in named_leaves(tree)}
 
 
 def first_words(error: Exception) -> str:

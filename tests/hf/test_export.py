@@ -521,6 +521,9 @@ def test_export_that_fails_leaves_no_files(tmp_path):
     jaxlc.export(tmp_path / "run", tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "empty").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    shutil.rmtree(next(tmp_path.glob("run/checkpoints/*/state")))  # as by a run that goes on
+    with pytest.raises(UserError, match=r"the checkpoint of step \d+ in .* cannot be read"):
+        jaxlc.export(tmp_path / "run", tmp_path / "last")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out", "run"]
 
 
