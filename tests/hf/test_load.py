@@ -1148,9 +1148,11 @@ def test_config_json_rope_is_that_of_transformers(changes, expected):
     ("path", "value", "words"),
     [
         ("hidden_size", "32", "has hidden_size='32': expected an integer, at least 1"),
-        ("rope_theta", [10000], "has rope_theta=[10000]: expected a number greater than 0"),
+        ("rope_theta", [10000], "has rope_theta=[10000]: expected a finite number greater than 0"),
         ("tie_word_embeddings", "no", "has tie_word_embeddings='no': expected true or false"),
-        ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a number"),
+        ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a finite number"),
+        ("rope_scaling.factor", math.inf, "has rope_scaling.factor=inf: expected a finite number"),
+        ("max_position_embeddings", -1, "has max_position_embeddings=-1: expected a finite number"),
         ("rope_scaling", "llama3", "has rope_scaling='llama3': expected an object"),
     ],
 )

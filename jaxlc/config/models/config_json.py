@@ -39,7 +39,7 @@ Count = From1[int]
 Positive = Above0[float]
 _WORDS: dict[Any, str] = {
     Count: "an integer, at least 1",
-    Positive: "a number greater than 0",
+    Positive: "a finite number greater than 0",
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -59,6 +59,7 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
         "r", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     ),
     Positive: (
+        "max_position_embeddings", "original_max_position_embeddings", "factor",
         "rope_theta", "rope_local_base_freq", "attention_multiplier",
         "embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier",
         "attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier",
@@ -69,8 +70,7 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
         "n_shared_experts", "num_shared_experts", "first_k_dense_replace",
     ),
     float: (
-        "max_position_embeddings", "original_max_position_embeddings",
-        "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+        "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
         "beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim",
         "swiglu_alpha", "swiglu_limit",
     ),
@@ -134,7 +134,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):  # a subclass of int
         return hint in (bool, object)
     if hint in (Count, Positive):
-        return isinstance(value, int if hint is Count else (int, float)) and value > 0
+        is_number = isinstance(value, int if hint is Count else (int, float))
+        return is_number and 0 < value < math.inf
     return isinstance(value, (int, float) if hint is float else hint)
 
 
