@@ -118,4 +118,5 @@ def temp_bytes(layer_kinds: str, num_layers: int) -> int:
 @pytest.mark.heavy
 def test_groups_of_layers_hold_activations_of_one_layer():
     """Two layers per iteration, and a last one, need little more than one layer per iteration."""
-    assert temp_bytes("full,full", 5) < 1.2 * temp_bytes("full", 4)
+    # 1.04 times as much with JAX 0.10.1, 1.21 with 0.12; 1.5 and 1.6 without `_in_backward_order`
+    assert temp_bytes("full,full", 5) < 1.25 * temp_bytes("full", 4)
