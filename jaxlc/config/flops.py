@@ -77,7 +77,7 @@ def trains_layers(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> b
     """
     names = {"embedding"}
     for (_, *kind), layers in model.layer_stacks.items():
-        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        layer = model.layer_config(model.kinds_of_layers[layers[0]])
         names |= {"/".join(("layers", *kind, name)) for name in param_names(layer)}
     return bool(lora.rank) or any(is_trained(name, lora, train) for name in names)
 
@@ -119,7 +119,7 @@ def _stacked_matrices(model: ModelConfig) -> Iterator[tuple[str, str, int, Matri
     layers_2/attention/wq; their names, in which all stacks are layers; layers; and sizes.
     """
     for (stack, *kind), layers in model.layer_stacks.items():
-        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        layer = model.layer_config(model.kinds_of_layers[layers[0]])
         for name, matrix in layer_matrices(layer).items():
             own = "/".join((*kind, name))
             yield f"{stack}/{own}", f"layers/{own}", len(layers), matrix
@@ -290,7 +290,7 @@ def num_layers_by_kind(model: ModelConfig) -> dict[str, float]:
     pairs have as many FLOPs."""
     weights: dict[str, float] = {}
     for kind in model.used_kinds:
-        layer = model.of_kind(kind)
+        layer = model.layer_config(kind)
         per_pair = mixing_flops(layer).per_pair
         if per_pair:
             weights[kind] = model.num_layers_of(kind) * per_pair / _flops_per_pair(model)
@@ -318,7 +318,9 @@ def num_params(model: ModelConfig) -> int:
 
 def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> int:
     """The sum of `count` of all layers."""
-    return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in model.used_kinds)
+    return sum(
+        model.num_layers_of(kind) * count(model.layer_config(kind)) for kind in model.used_kinds
+    )
 
 
 def _num_vector_entries(layer: LayerConfig) -> int:

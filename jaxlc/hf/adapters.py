@@ -27,7 +27,7 @@ from jaxlc.config.values import as_argument
 from jaxlc.core import Unsupported, UserError, raise_all
 from jaxlc.core.files import ADAPTER_FILE, local_path, write_json
 from jaxlc.hf.files import TensorFiles
-from jaxlc.hf.load import Layout, layouts_of, of_language_model, paths_of
+from jaxlc.hf.load import Layout, language_model_tensors, layouts_of, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
@@ -296,7 +296,7 @@ def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layo
     files = TensorFiles(directory, WEIGHTS_FILE)
     family = family_of(None if base.is_run else base.config_json(), config.model)
     tensors = {name.removeprefix(_PREFIX): x for name, x in files.tensors.items()}
-    files.tensors = of_language_model(tensors, family, config.model)
+    files.tensors = language_model_tensors(tensors, family, config.model)
     return content, files, _layouts(config.model, family)
 
 

@@ -297,7 +297,7 @@ def layouts_of(
         if not path.startswith(tuple(stacks)):
             layouts[path] = Layout(tensor=outside[path], shape=param.shape)
     for stack, layers in stacks.items():
-        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        layer = model.layer_config(model.kinds_of_layers[layers[0]])
         tensors = family.tensors_of(layer.mixers, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own, others = (
@@ -369,10 +369,10 @@ def language_tensors(
     """The tensors of the language model in `files`, with the names that they have in a model
     without images.
     """
-    return _joined(of_language_model(files.tensors, family, model), family)
+    return _joined(language_model_tensors(files.tensors, family, model), family)
 
 
-def of_language_model(
+def language_model_tensors(
     tensors: Mapping[str, Any], family: Family, model: ModelConfig
 ) -> dict[str, Any]:
     """The tensors of the language model, with the names that they have in a model without images."""

@@ -153,15 +153,15 @@ def _recurrence_products(computation: Computation, call: Instruction) -> Iterato
     C = square.dims[-1]
     num_columns = operands[-1].dims[-1]
     # products [C, K] [K, M], in units of products of [C, C] and [C, columns]
-    of_states = key_dim * num_columns // C
-    narrow, exact = num_columns + 3 * of_states, 0
+    state_products = key_dim * num_columns // C
+    narrow, exact = num_columns + 3 * state_products, 0
     if kernel.startswith("delta_factors"):
         values = operands[2] if is_forward else call.arrays[2]
         solved = key_dim + values.dims[-1]
         inverse = 2 * (C.bit_length() - 2) * C
         narrow, exact = 2 * key_dim, inverse + solved
         if not is_forward:
-            narrow = 5 * key_dim + num_columns + 4 * of_states
+            narrow = 5 * key_dim + num_columns + 4 * state_products
             exact = 2 * solved + key_dim
     batch = math.prod(tokens) // C
     yield Product("bf16", C, C, narrow, batch)

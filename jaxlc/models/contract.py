@@ -144,7 +144,7 @@ class KindOnMesh:
     """The layers of one kind of a run, on a mesh."""
 
     config: Config
-    model: ModelConfig  # the sizes of the layers: `ModelConfig.of_kind`
+    model: ModelConfig  # the sizes of the layers: `ModelConfig.layer_config`
     window: int | None  # `ModelConfig.window_of`
     mesh: Mesh
     compute_dtype: Any

@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
         layer_keys = jax.random.split(init.param_key(), model.num_layers)
 
         def stacked(layers: Sequence[int]) -> DecoderLayer:
-            shape = model.of_kind(model.kinds_of_layers[layers[0]])
+            shape = model.layer_config(model.kinds_of_layers[layers[0]])
             settings = init.fp8, init.lora, init.routing
             make = nnx.vmap(lambda key: DecoderLayer(shape, Init(key, *settings)))
             return make(layer_keys[jnp.array(layers)])
@@ -350,12 +350,12 @@ def _values(model: ModelConfig, state, fp8: Fp8 | None) -> Iterator[dict]:
         (ExpertsIndex, np.searchsorted(model.layers_with_experts, layers_L)),
     ):
 
-        def of_stack(path, like, values_L=values_L):
+        def for_stack(path, like, values_L=values_L):
             stack, kind = (key.key for key in path[:2])
             layers = layer_stacks.get((stack,)) or layer_stacks[stack, kind]
             return jnp.asarray(values_L[layers], like.dtype)
 
-        yield nnx.to_pure_dict(jax.tree.map_with_path(of_stack, nnx.filter_state(state, variable)))
+        yield nnx.to_pure_dict(jax.tree.map_with_path(for_stack, nnx.filter_state(state, variable)))
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:

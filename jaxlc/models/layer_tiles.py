@@ -86,15 +86,15 @@ def run_layer(
 class Mixing(NamedTuple):
     """What the tiles of a layer need of each other, and the functions that use it."""
 
-    of_tiles: Any  # a tree of arrays [n, ...], of which each tile gets its own
+    by_tile: Any  # a tree of arrays [n, ...], of which each tile gets its own
     # an array of all tokens whose gradient, float32, is a sum over the tiles; a tree of such arrays
     summed: Any
-    # (x_BtD, positions_Bt, tile, of_tile, saved) -> ((out, lse), kept, gradients). out and kept: the arguments of
+    # (x_BtD, positions_Bt, tile, for_tile, saved) -> ((out, lse), kept, gradients). out and kept: the arguments of
     # `Mixer.projected`. lse: what else the backward pass needs of attention, or None. saved: (out, lse) of an earlier
-    # call, or None. gradients: (dout, dkept, dsummed) -> (gradients of the weights and of x_BtD, dsummed, dof_tile), in
-    # the backward pass only.
+    # call, or None. gradients: (dout, dkept, dsummed) -> (gradients of the weights and of x_BtD, dsummed, dfor_tile),
+    # in the backward pass only.
     run: Callable
-    # ((dx_nBtD, dweights), dsummed, dof_tiles) -> (dx_nBtD, dweights), after all tiles of the backward pass
+    # ((dx_nBtD, dweights), dsummed, dby_tile) -> (dx_nBtD, dweights), after all tiles of the backward pass
     finish: Callable
 
 
@@ -163,9 +163,9 @@ class TiledLayer:
         mixings = self._start(weights, x_nBtD, tokens_n.positions_BT, ranges)
 
         def run_tile(x_nBtD, operands):
-            tile, tokens, of_tile = operands
+            tile, tokens, for_tile = operands
             x_BtD = at(x_nBtD, tile)
-            each = zip(mixings, of_tile)
+            each = zip(mixings, for_tile)
             runs = [mixing.run(x_BtD, tokens.positions_BT, tile, own, None) for mixing, own in each]
             results = [own for own, _, _ in runs]
             outs = [out for out, _ in results]
@@ -175,8 +175,8 @@ class TiledLayer:
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
-            of_tiles = [mixing.of_tiles for mixing in mixings]
-            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), tokens_n, of_tiles))
+            by_tile = [mixing.by_tile for mixing in mixings]
+            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), tokens_n, by_tile))
 
         (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(
             run_tiles, (x_nBtD,), prefetch
@@ -205,9 +205,9 @@ class TiledLayer:
 
         def tile_backward(carry, operands):
             dx_nBtD, dsummed, dweights = carry
-            tile, x_BtD, tokens, of_tile, saved, chosen_Btk = operands
+            tile, x_BtD, tokens, for_tile, saved, chosen_Btk = operands
             own_tokens = x_BtD, tokens.positions_BT, tile
-            each = zip(mixings, of_tile, saved or unsaved)
+            each = zip(mixings, for_tile, saved or unsaved)
             runs = [mixing.run(*own_tokens, *own) for mixing, *own in each]
             outs = [own[0] for own, _, _ in runs]
             kept = [kept for _, kept, _ in runs]
@@ -217,26 +217,26 @@ class TiledLayer:
             )
             dweights_rest, dx_BtD, douts, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
             dweights = add(dweights, dweights_rest)
-            dof_tile = []
+            dfor_tile = []
             for i, ((_, _, gradients), *own) in enumerate(zip(runs, douts, dkept, dsummed)):
-                (dweights_mixer, dx_mixer), dsummed[i], dof_mixer = gradients(*own)
+                (dweights_mixer, dx_mixer), dsummed[i], dmixing = gradients(*own)
                 dweights = add(dweights, dweights_mixer)
                 dx_BtD = dx_BtD + dx_mixer
-                dof_tile.append(dof_mixer)
-            return (put_at(dx_nBtD, dx_BtD, tile), dsummed, dweights), dof_tile
+                dfor_tile.append(dmixing)
+            return (put_at(dx_nBtD, dx_BtD, tile), dsummed, dweights), dfor_tile
 
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         dsummed = jax.tree.map(
             lambda x: jnp.zeros(x.shape, jnp.float32) + zero, [mixing.summed for mixing in mixings]
         )
-        of_tiles = [mixing.of_tiles for mixing in mixings]
-        tiles = tile_indices(x_nBtD), x_nBtD, tokens_n, of_tiles, saved, chosen_nBtk
-        carry, dof_tiles = lax.scan(tile_backward, (dy_nBtD, dsummed, dweights), tiles)
+        by_tile = [mixing.by_tile for mixing in mixings]
+        tiles = tile_indices(x_nBtD), x_nBtD, tokens_n, by_tile, saved, chosen_nBtk
+        carry, dby_tile = lax.scan(tile_backward, (dy_nBtD, dsummed, dweights), tiles)
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dsummed, dweights = carry
-        for mixing, *own in zip(mixings, dsummed, dof_tiles):
+        for mixing, *own in zip(mixings, dsummed, dby_tile):
             dx_nBtD, dweights = mixing.finish((dx_nBtD, dweights), *own)
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
@@ -313,24 +313,24 @@ class RecurrentTiles(NamedTuple):
             recurrence.states, lax.map(lambda tile: maps_of(*tile)[0], tiles)
         )
 
-        def run(x_BtD, positions_Bt, tile, of_tile, saved):
-            before, states, ranges = of_tile
+        def run(x_BtD, positions_Bt, tile, for_tile, saved):
+            before, states, ranges = for_tile
             (mixed, kept), operands_vjp = mixer.run(operands, x_BtD)
             out, outputs_vjp = mixer.vjp(
                 lambda *arrays: recurrence.outputs(*arrays, ranges), mixed, before, states
             )
 
             def gradients(dout, dkept, dsummed):
-                dmixed, *dof_tile = outputs_vjp(dout)
-                return operands_vjp((dmixed, dkept)), dsummed, dof_tile
+                dmixed, *dfor_tile = outputs_vjp(dout)
+                return operands_vjp((dmixed, dkept)), dsummed, dfor_tile
 
             return saved or (out, None), kept, gradients
 
-        def finish(gradients, dsummed, dof_tiles):
+        def finish(gradients, dsummed, dby_tile):
             def maps_backward(_, own, dmaps):
                 return maps_of(*own)[1](dmaps)
 
-            dbefore, dstates = dof_tiles
+            dbefore, dstates = dby_tile
             (dmaps,) = states_vjp(dstates)
             (dx_nBtD, dweights), (dbefore_maps,) = add_of_tiles(
                 maps_backward, gradients, tiles, dmaps

@@ -93,11 +93,11 @@ class Quantized:
         stack, inputs, outputs = self.split(self.codes.shape)
         return *stack, *inputs[:-1], 2 * inputs[-1], *outputs
 
-    def split(self, of_codes: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    def split(self, code_dims: Sequence) -> tuple[Sequence, Sequence, Sequence]:
         """The stack, the inputs and the outputs."""
-        inputs = len(of_codes) - self.sizes[0]
+        inputs = len(code_dims) - self.sizes[0]
         outputs = inputs - self.sizes[1]
-        return of_codes[:outputs], of_codes[inputs:], of_codes[outputs:inputs]
+        return code_dims[:outputs], code_dims[inputs:], code_dims[outputs:inputs]
 
     def __getitem__(self, index: Any) -> "Quantized":
         """Of all arrays; flax reads the value of a parameter as `param[...]`."""

@@ -155,7 +155,7 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
     Args:
       seq_len: length that dynamic_ntk and longrope depend on.
     """
-    dim = model.of_kind(kind).rotated_dim
+    dim = model.layer_config(kind).rotated_dim
     scale = model.rope.factor
     theta = model.rope.theta
     if model.attention_of(kind) == "sliding":

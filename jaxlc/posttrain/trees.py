@@ -246,8 +246,8 @@ def labeled_steps(
             fits = len(tokens) <= seq_len + 1
             pairs += [trace, mismatched if fits else mismatched.cut(seq_len + 1)]
         groups = groups_of(pairs)
-        of_step = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
-        return sequences_of(of_step, seq_len, levels, batch_size)
+        step_trees = [x for group in groups for x in trees_of(group, seq_len, levels=levels)]
+        return sequences_of(step_trees, seq_len, levels, batch_size)
 
     while begin < len(traces):
         num_left = len(traces) - begin

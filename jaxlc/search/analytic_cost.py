@@ -90,7 +90,7 @@ class Rates:
 
     def kernels(self, config: Config) -> Mapping[str, str] | None:
         """The attention kernel of each kind of layers; None if the requested one is unsupported."""
-        shapes = map(config.model.of_kind, config.model.used_kinds)
+        shapes = map(config.model.layer_config, config.model.used_kinds)
         values = config.tokens_per_step * max(
             shape.attention.num_heads * shape.attention.head_dim for shape in shapes
         )
@@ -264,7 +264,7 @@ class Layout:
             pairs = (
                 self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
             )
-            shape = model.of_kind(kind)
+            shape = model.layer_config(kind)
             share = model.num_layers_of(kind) / model.num_layers
             # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One
             # ring step has a mask.

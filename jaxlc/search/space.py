@@ -137,7 +137,7 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
             shape.attention.num_heads // mesh[TENSOR],
             max(1, shape.attention.num_kv_heads // mesh[TENSOR]),
         )
-        for shape in map(config.model.of_kind, config.model.used_kinds)
+        for shape in map(config.model.layer_config, config.model.used_kinds)
     ]
     degrees = [
         degree

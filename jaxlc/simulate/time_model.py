@@ -186,7 +186,7 @@ def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -
     kinds = [
         kind for kind in model.used_kinds if (model.window_of(kind) is not None) == call.has_window
     ]
-    shapes = [model.of_kind(kind) for kind in kinds] or [model]
+    shapes = [model.layer_config(kind) for kind in kinds] or [model]
     num_heads = call.sizes.num_heads if call.sizes else 0
     return min(
         shapes,

@@ -235,8 +235,8 @@ def at_loss_tokens(x: jax.Array, batch: Batch) -> jax.Array:
 def token_weights(batch: Batch) -> jax.Array:
     """The sum of the loss weights of the rows of each token: the transpose of `at_loss_tokens`."""
     weights = loss_rows(batch).loss_weights
-    of_tokens = jax.ShapeDtypeStruct(batch.tokens.shape, weights.dtype)
-    return jax.linear_transpose(lambda x: at_loss_tokens(x, batch), of_tokens)(weights)[0]
+    like_tokens = jax.ShapeDtypeStruct(batch.tokens.shape, weights.dtype)
+    return jax.linear_transpose(lambda x: at_loss_tokens(x, batch), like_tokens)(weights)[0]
 
 
 def loss_rows(batch: Batch) -> Batch:

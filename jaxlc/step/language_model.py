@@ -191,8 +191,10 @@ class LanguageModel:
         *arrays, tokens, log_probs = (
             np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks)
         )
-        of_tokens = [np.asarray(x)[:num_sequences, padded.natural_order] for x in experts] or [None]
-        return TokenScores(*arrays, *of_tokens, tokens, log_probs)
+        token_experts = [np.asarray(x)[:num_sequences, padded.natural_order] for x in experts] or [
+            None
+        ]
+        return TokenScores(*arrays, *token_experts, tokens, log_probs)
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""

@@ -125,7 +125,7 @@ def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> f
     itemsize = 4 if config.precision.compute == "fp32" else 2
     bytes_per_token = 0.0
     for kind in model.used_kinds:
-        layer = model.of_kind(kind)
+        layer = model.layer_config(kind)
         named = Counter(residual=itemsize * model.model_dim)
         for block in blocks_of(layer):
             named.update(block.saved_bytes(layer, config, itemsize))

@@ -559,7 +559,7 @@ def check_kernels(step: TrainStep) -> list[str]:
 
 def _check_recurrence(model: ModelConfig, device: jax.Device) -> list[str]:
     sizes = {}
-    for layer in map(model.of_kind, model.layer_kinds):
+    for layer in map(model.layer_config, model.layer_kinds):
         for kind in (MIXERS[name] for name in layer.mixers):
             if isinstance(kind, RecurrentKind) and kind.has_kernel:
                 widths = kind.recurrence(layer)
@@ -573,7 +573,7 @@ def _check_attention(step: TrainStep, device: jax.Device) -> list[str]:
     if config.runtime.deterministic and "cudnn" in checked.values():
         check_deterministic(device)
     shapes = dict.fromkeys(
-        (name, config.model.of_kind(kind))
+        (name, config.model.layer_config(kind))
         for kind, name in checked.items()
         if name == "fa3" or config.attention.document_mask
     )

@@ -143,7 +143,7 @@ def test_mixer_with_a_bound_of_decays_equals_its_formulas():
     bound = -5.0
     model = KIMI_DELTA | dict(kda=KIMI_DELTA["kda"] | dict(gate_lower_bound=bound))
     config = small_config(model=model)
-    mixer = KimiDeltaAttention(config.model.of_kind("kimi_delta"), Init(jax.random.key(0)))
+    mixer = KimiDeltaAttention(config.model.layer_config("kimi_delta"), Init(jax.random.key(0)))
     rng = np.random.default_rng(0)
     mixer.out_norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, 8), jnp.float32)
     mixer.decay_bias[...] = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)

@@ -215,8 +215,8 @@ def test_load_kinds_round_trips_and_suggests_fields():
     kinds = dict(layer_kinds="sliding,wide", window=4)
     config = changed("model", **kinds, kinds=dict(wide=dict(head_dim=16, ffn_dim=96)))
     model = load(config).model
-    assert model.of_kind("wide").attention.head_dim == 16
-    sliding = vars(model.of_kind("sliding"))
+    assert model.layer_config("wide").attention.head_dim == 16
+    sliding = vars(model.layer_config("sliding"))
     assert {name: sliding[name] for name in vars(model)} == vars(model)
     assert model.window_of("wide") is None
     assert model.layer_stacks == {("layers", "sliding"): [0, 2], ("layers", "wide"): [1, 3]}
@@ -224,7 +224,7 @@ def test_load_kinds_round_trips_and_suggests_fields():
     unknown = changed("model", **kinds, kinds=dict(wide=dict(head_dims=16)))
     assert "did you mean config.model.kinds.wide.head_dim?" in rejected(unknown)
     settings = changed("model", layer_kinds="full,wide", kinds=dict(wide=dict(attention="full")))
-    assert load(settings).model.of_kind("wide") == load(settings).model.of_kind("full")
+    assert load(settings).model.layer_config("wide") == load(settings).model.layer_config("full")
 
 
 def test_load_chat_template_is_the_text_of_its_file(tmp_path):

@@ -156,7 +156,7 @@ def _plain_row(params, model, tokens_T, positions_T):
             out_TD = x_TD
             if model.norm_placement in ("pre", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_norm"]["scale"], model)
-            out_TD = block(p[name], model.of_kind(kind), kind, out_TD, positions_T)
+            out_TD = block(p[name], model.layer_config(kind), kind, out_TD, positions_T)
             if model.norm_placement in ("post", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_post_norm"]["scale"], model)
             x_TD = x_TD + model.residual_multiplier * out_TD

@@ -105,7 +105,7 @@ def test_dims_of_names_every_parameter_dimension(variant):
     params, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
 
     def check(path, param, names):
-        own = model.of_kind(path[1].key) if "shapes" in variant and len(path) > 2 else model
+        own = model.layer_config(path[1].key) if "shapes" in variant and len(path) > 2 else model
         sizes = dict(
             model=16,
             heads=own.attention.num_heads,

@@ -107,7 +107,7 @@ def test_run_layer_on_tiles_equals_whole_layer(
 
     monkeypatch.setattr(DecoderLayer, "after_attention", with_sum)
     model = small_model(**variant)
-    layer_def, params = nnx.split(DecoderLayer(model.of_kind("full"), Init(jax.random.key(0))))
+    layer_def, params = nnx.split(DecoderLayer(model.layer_config("full"), Init(jax.random.key(0))))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params

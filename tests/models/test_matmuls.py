@@ -141,7 +141,9 @@ def hidden_layer_by_layer(params, recipes):
         lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"]
     )
     for place, fp8 in enumerate(recipes):
-        layer_def, _ = nnx.split(DecoderLayer(MODEL.of_kind("full"), Init(jax.random.key(0), fp8)))
+        layer_def, _ = nnx.split(
+            DecoderLayer(MODEL.layer_config("full"), Init(jax.random.key(0), fp8))
+        )
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         (x_BTD, _), _ = layer(
             x_BTD,

@@ -82,7 +82,7 @@ def test_export_and_run_are_models_to_start_from(config_path, tmp_path):
             load(config)
         config.model.kinds.wide.ffn_dim = 96
         loaded = load(config)
-        assert loaded.model.of_kind("wide").ffn_dim == 96
+        assert loaded.model.layer_config("wide").ffn_dim == 96
         step = build_step(loaded, make_mesh(loaded.mesh))
         weights = flatten_dict(load_pretrained(step)[0], sep="/")
         for path, values in params.items():

@@ -46,10 +46,10 @@ class SharedPrefixKernel(KernelOfCalls):
 
     def prepare(self, ranges: TreeRanges, num_keys: int, spec: AttentionSpec) -> TreeRanges:
         """As `contract.prepared` of the kernel, for all calls."""
-        of_prefix = _of_prefix(spec)
+        prefix_spec = _prefix_spec(spec)
         return TreeRanges(
             prepared(self.kernel, ranges.own, num_keys, spec),
-            tuple(prepared(self.kernel, x, num_keys, of_prefix) for x in ranges.prefixes),
+            tuple(prepared(self.kernel, x, num_keys, prefix_spec) for x in ranges.prefixes),
         )
 
     def forward_calls(
@@ -79,7 +79,7 @@ class SharedPrefixKernel(KernelOfCalls):
         calls = [calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)]
         with jax.named_scope(scopes.SHARED_PREFIX):
             for prefixes in ranges.prefixes:
-                call = calls_of(self.kernel, direction, *qkv, prefixes, _of_prefix(spec), *others)
+                call = calls_of(self.kernel, direction, *qkv, prefixes, _prefix_spec(spec), *others)
                 calls.append(call)
 
         def joined(results):
@@ -91,7 +91,7 @@ class SharedPrefixKernel(KernelOfCalls):
         return CallResults(tuple(call.results for call in calls), joined)
 
 
-def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
+def _prefix_spec(spec: AttentionSpec) -> AttentionSpec:
     """The spec of the other calls: all queries under a prefix have the same keys, unless there is a
     window.
     """

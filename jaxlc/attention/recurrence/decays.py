@@ -237,8 +237,8 @@ def _direct_backward(residuals, gradient):
     dx = jnp.stack([
         (one[..., None] * k[..., None, :, :] * decay).sum(-2) for one, decay in zip(gradient, decays)
     ])  # fmt: skip
-    of_pairs = sum(one[..., None] * own[..., :, None, :] for one, own in zip(gradient, x))
-    dk = (of_pairs * last).sum(-3)
+    by_pair = sum(one[..., None] * own[..., :, None, :] for one, own in zip(gradient, x))
+    dk = (by_pair * last).sum(-3)
     dG = (x * dx).sum(0) - k * dk
     with_itself = (gradient * jnp.eye(k.shape[-2])).sum(-1, keepdims=True)
     dx += with_itself * k

@@ -232,9 +232,10 @@ class Operands(NamedTuple):
     def split_over(self, num_ranks: int) -> "Operands":
         """With the heads of q and k repeated up to the number of ranks that split them, if there
         are fewer."""
-        *of_keys, filter_v = self.filters
+        *key_filters, filter_v = self.filters
         q, k, filters = jax.tree.map(
-            lambda x: repeat_heads(x, num_ranks, x.ndim - 2), (self.q_BTGK, self.k_BTGK, of_keys)
+            lambda x: repeat_heads(x, num_ranks, x.ndim - 2),
+            (self.q_BTGK, self.k_BTGK, key_filters),
         )
         return self._replace(q_BTGK=q, k_BTGK=k, filters=(*filters, filter_v))
 

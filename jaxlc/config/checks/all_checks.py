@@ -131,30 +131,30 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield f"length_weights={weights}: expected weights of at least 0, one of them greater"
 
 
-_OF_PAIRS = ("label_smoothing", "target_margin")
-_OF_LABELED = ("desirable_weight", "undesirable_weight")
-_OF_POLICY = (
+_PAIR_SETTINGS = ("label_smoothing", "target_margin")
+_LABELED_SETTINGS = ("desirable_weight", "undesirable_weight")
+_POLICY_SETTINGS = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
     "delta", "importance_weights", "off_policy_mask_threshold", "replay_routing",
     "no_advantage",
 )  # fmt: skip
-_OF_PREFERENCES = ("beta", *_OF_PAIRS, *_OF_LABELED)
+_PREFERENCE_SETTINGS = ("beta", *_PAIR_SETTINGS, *_LABELED_SETTINGS)
 _UNUSED = dict(  # by loss
-    dpo=(*_OF_POLICY, *_OF_LABELED, "target_margin"),
-    simpo=(*_OF_POLICY, *_OF_LABELED),
-    kto=(*_OF_POLICY, *_OF_PAIRS),
-    apo_zero_unpaired=(*_OF_POLICY, *_OF_PAIRS),
-    grpo=(*_OF_PREFERENCES, "max_answer_tokens"),
-    dapo=(*_OF_PREFERENCES, "max_answer_tokens"),
-    dr_grpo=_OF_PREFERENCES,
-    cispo=(*_OF_PREFERENCES, "max_answer_tokens", "clip_low", "delta"),
+    dpo=(*_POLICY_SETTINGS, *_LABELED_SETTINGS, "target_margin"),
+    simpo=(*_POLICY_SETTINGS, *_LABELED_SETTINGS),
+    kto=(*_POLICY_SETTINGS, *_PAIR_SETTINGS),
+    apo_zero_unpaired=(*_POLICY_SETTINGS, *_PAIR_SETTINGS),
+    grpo=(*_PREFERENCE_SETTINGS, "max_answer_tokens"),
+    dapo=(*_PREFERENCE_SETTINGS, "max_answer_tokens"),
+    dr_grpo=_PREFERENCE_SETTINGS,
+    cispo=(*_PREFERENCE_SETTINGS, "max_answer_tokens", "clip_low", "delta"),
     reverse_kl=(  # advantages are of tokens
-        *_OF_PREFERENCES, "max_answer_tokens", "kl", "ratio", "off_policy_mask_threshold", "scale_advantages",
+        *_PREFERENCE_SETTINGS, "max_answer_tokens", "kl", "ratio", "off_policy_mask_threshold", "scale_advantages",
         "no_advantage",
     ),
 )  # fmt: skip
-_OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
-_OF_FILES = (
+_WEIGHT_SETTINGS = ("weight_mode", "weight_min", "weight_max")
+_FILE_SETTINGS = (
     "source",
     "directory",
     "wait_seconds",
@@ -162,7 +162,7 @@ _OF_FILES = (
     "export_every_steps",
     "export_command",
 )
-_OF_SERVER = (
+_SERVER_SETTINGS = (
     "server",
     "server_directory",
     "server_seconds",
@@ -210,8 +210,8 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
     unused = {
-        "files": [name for name in vars(rollouts) if name not in _OF_FILES],
-        "model": ("wait_seconds", "max_policy_age", *_OF_SERVER),
+        "files": [name for name in vars(rollouts) if name not in _FILE_SETTINGS],
+        "model": ("wait_seconds", "max_policy_age", *_SERVER_SETTINGS),
         "server": ("wait_seconds", "max_policy_age", "max_replacements"),
     }[rollouts.source]
     yield from without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
@@ -339,7 +339,7 @@ def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
     limit = 1 + posttrain.clip_high
     if not posttrain.importance_weights:
         reason = "without config.posttrain.importance_weights; set it to True"
-        yield from without_effect("posttrain", posttrain, _OF_WEIGHTS, reason)
+        yield from without_effect("posttrain", posttrain, _WEIGHT_SETTINGS, reason)
     elif posttrain.old_log_probs == "sampled":
         yield (
             "config.posttrain.importance_weights=True compares old with sampled log-probabilities, and"
@@ -406,8 +406,8 @@ def check(config: Config, *, on_devices: bool = True) -> None:
         for problem in range_problems(section, getattr(config, section))
     )
     unused = [*unused_problems(config)]
-    of_model = (problem for problem in unused if problem.startswith("config.model."))
-    for first in (layer_problems(config), of_model, size_problems(config)):
+    in_model = (problem for problem in unused if problem.startswith("config.model."))
+    for first in (layer_problems(config), in_model, size_problems(config)):
         raise_first(first)  # later ones rely on the sizes
     checks = (lambda _: unused, *_CHECKS, *([_mesh_problems] if on_devices else []))
     raise_all(problem for problems in checks for problem in problems(config))

@@ -84,7 +84,7 @@ def layers_by_path(model: ModelConfig) -> list[tuple[str, LayerConfig]]:
     """The layers of different sizes, with the path of their settings: model, or model.kinds.NAME."""
     own = {kind.name for kind in model.kinds}
     paths = {kind: f"model.kinds.{kind}" if kind in own else "model" for kind in model.used_kinds}
-    return list(dict.fromkeys((path, model.of_kind(kind)) for kind, path in paths.items()))
+    return list(dict.fromkeys((path, model.layer_config(kind)) for kind, path in paths.items()))
 
 
 def size_problems(config: Config) -> Iterator[str]:
@@ -97,7 +97,7 @@ def size_problems(config: Config) -> Iterator[str]:
 def unused_problems(config: Config) -> Iterator[str]:
     """Settings of kinds of blocks that no layer has."""
     model = config.model
-    layers = [model.of_kind(kind) for kind in model.used_kinds]
+    layers = [model.layer_config(kind) for kind in model.used_kinds]
     default_block = FEED_FORWARDS[model.default_feed_forward]
     if all(layer.feed_forward != default_block.name for layer in layers):
         yield (
@@ -187,7 +187,7 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
         if value and value not in known:
             yield invalid_value(f"{path}.{setting}", value, f"one of {', '.join(known)}", known)
             return
-    own = blocks_of(model.of_kind(kind.name))
+    own = blocks_of(model.layer_config(kind.name))
     if not own:
         yield f"config.{path} has attention='none' and feed_forward='none', so its layers compute nothing; set one"
         return
@@ -234,7 +234,7 @@ def lora_problems(config: Config) -> Iterator[str]:
 
 
 # Value of compute -> the beginnings of the names of its settings.
-_OF_COMPUTE = dict(fp8=("fp8_", "bf16_layers"), fp16=("loss_scale",))
+_COMPUTE_SETTINGS = dict(fp8=("fp8_", "bf16_layers"), fp16=("loss_scale",))
 
 _NAMES = (*MATMUL_NAMES, *EXPERT_PROJECTIONS)
 
@@ -259,7 +259,7 @@ def precision_problems(config: Config) -> Iterator[str]:
             f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use"
             " --config.precision.compute=bf16 --config.precision.bf16_layers="
         )
-    for compute, prefixes in _OF_COMPUTE.items():
+    for compute, prefixes in _COMPUTE_SETTINGS.items():
         for name, value in vars(precision).items():
             is_unused = name.startswith(prefixes) and precision.compute != compute
             if is_unused and value != getattr(defaults, name):

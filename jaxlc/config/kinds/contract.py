@@ -331,14 +331,14 @@ class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
                 f" model.init_from that has such layers, or the sizes of {self.published_model}: {' '.join(missing)}"
             )
             return
-        of_keys = self.widths["key_heads"]
-        of_values = self.widths["value_heads"]
-        keys = sizes[of_keys]
-        values = sizes[of_values]
+        key_heads = self.widths["key_heads"]
+        value_heads = self.widths["value_heads"]
+        keys = sizes[key_heads]
+        values = sizes[value_heads]
         if values % keys:
             yield (
-                f"{stem}.{of_values}={values} is not a multiple of {of_keys}={keys}: each serves the same number of"
-                f" heads; use --{stem}.{of_values}={-(-values // keys) * keys}"
+                f"{stem}.{value_heads}={values} is not a multiple of {key_heads}={keys}: each serves the same number of"
+                f" heads; use --{stem}.{value_heads}={-(-values // keys) * keys}"
             )
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:

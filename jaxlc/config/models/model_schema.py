@@ -280,7 +280,9 @@ class ModelConfig:
     @property
     def layers_with_experts(self) -> list[int]:
         """The indices of the layers with experts."""
-        kinds = {kind for kind in self.used_kinds if self.of_kind(kind).feed_forward == "experts"}
+        kinds = {
+            kind for kind in self.used_kinds if self.layer_config(kind).feed_forward == "experts"
+        }
         return [layer for layer, kind in enumerate(self.kinds_of_layers) if kind in kinds]
 
     def num_layers_of(self, kind: str) -> int:
@@ -302,7 +304,7 @@ class ModelConfig:
         return self.attention.window if self.attention_of(kind) == "sliding" else None
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  searches ask tens of thousands of times
-    def of_kind(self, kind: str) -> "LayerConfig":
+    def layer_config(self, kind: str) -> "LayerConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind."""
         own = next(
             (vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]()
@@ -334,7 +336,7 @@ class ModelConfig:
         The name of a segment if all layers have equal shapes, and otherwise (segment, KIND) for
         each kind.
         """
-        has_equal_shapes = len({self.of_kind(kind) for kind in self.used_kinds}) == 1
+        has_equal_shapes = len({self.layer_config(kind) for kind in self.used_kinds}) == 1
         stacks: dict[tuple[str, ...], list[int]] = {}
         places = (
             (segment.name, kind)
@@ -348,7 +350,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(ModelConfig):
-    """The settings of the layers of one kind; `ModelConfig.of_kind` returns them."""
+    """The settings of the layers of one kind; `ModelConfig.layer_config` returns them."""
 
     mixers: tuple[str, ...]  # keys of `kinds.MIXERS`
     feed_forward: str  # a key of `kinds.FEED_FORWARDS`

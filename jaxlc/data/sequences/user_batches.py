@@ -344,8 +344,10 @@ def _arrays(
     for name, array in arrays.items():
         dtype = dtypes[name]
         # the caller names the last prefix only; without rows, arrays of the loss are those of tokens
-        of_token = name == "prefix_ids" or not (has_rows or name.startswith(("experts", "teacher")))
-        expected = num_sequences, shape[1], *(() if of_token else dtype.shape)
+        per_token = name == "prefix_ids" or not (
+            has_rows or name.startswith(("experts", "teacher"))
+        )
+        expected = num_sequences, shape[1], *(() if per_token else dtype.shape)
         # an unsigned one has a value for no record
         kind = dict(i=np.integer, f=np.number).get(dtype.base.kind, dtype.base)
         if array.shape != expected or not np.issubdtype(array.dtype, kind):

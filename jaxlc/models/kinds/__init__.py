@@ -77,7 +77,7 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
         lacking = [
             kind
             for kind in model.used_kinds
-            if not all(issubclass(MIXERS[x], interface) for x in model.of_kind(kind).mixers)
+            if not all(issubclass(MIXERS[x], interface) for x in model.layer_config(kind).mixers)
         ]
         if value and lacking:
             off = type(value)(0)
@@ -85,14 +85,14 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
                 f"unsupported: config.{setting}={value} with {min(lacking)} layers; use --config.{setting}={off}"
             )
     return {
-        kind: KindOnMesh(model=model.of_kind(kind), window=model.window_of(kind), **shared)
+        kind: KindOnMesh(model=model.layer_config(kind), window=model.window_of(kind), **shared)
         for kind in model.used_kinds
     }
 
 
 def kinds_with(interface: type, model: ModelConfig) -> list[str]:
     """The kinds of layers whose mixer or feed-forward block has an interface of `contract`."""
-    layers = {kind: model.of_kind(kind) for kind in model.used_kinds}
+    layers = {kind: model.layer_config(kind) for kind in model.used_kinds}
     parts = {
         kind: (
             *(MIXERS[name] for name in layer.mixers),
@@ -111,7 +111,7 @@ def reach(model: ModelConfig) -> int:
     """The largest `ReadsBefore.reach` of all layers; 0: no layer reads the tokens directly before a
     token.
     """
-    alone = (x for kind in model.used_kinds for x in mixers_alone(model.of_kind(kind)))
+    alone = (x for kind in model.used_kinds for x in mixers_alone(model.layer_config(kind)))
     reaches = (mixer.reach(layer) for mixer, layer in alone if issubclass(mixer, ReadsBefore))
     return max(reaches, default=0)
 

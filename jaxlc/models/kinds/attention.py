@@ -305,7 +305,7 @@ class AttentionTiles(NamedTuple):
 
         kv = self._all(lambda *tile: keys_values(*tile)[0], x_nBtD, positions_nBt, ranges)
 
-        def run(x_BtD, positions_Bt, tile, of_tile, saved):
+        def run(x_BtD, positions_Bt, tile, for_tile, saved):
             def project(own, input_BtD):
                 queries = own.queries(input_BtD, Rotation(positions_Bt, tables), shard=shard)
                 return *queries, own.sinks_N
@@ -318,7 +318,7 @@ class AttentionTiles(NamedTuple):
                     q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
                 )
                 dqueries = dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N
-                return queries_vjp(dqueries), dkv, of_tile
+                return queries_vjp(dqueries), dkv, for_tile
 
             return results, gate_BtNH, gradients
 

@@ -15,7 +15,10 @@ from jaxlc.core import scopes
 from jaxlc.models.block import Block, Init, add_bias, bias_vector
 from jaxlc.sharding.rules import Sharder
 
-_OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+_GATE_FUNCTIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 # transformers, models/gpt_oss: both are bounded, the gate only above.
 _LIMIT, _SHARPNESS = 7.0, 1.702
 
@@ -49,7 +52,7 @@ def _gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     if gate is None:
         return jnp.square(jax.nn.relu(up))
     if activation != "clamped_swiglu":
-        return _OF_GATE[activation](gate) * up
+        return _GATE_FUNCTIONS[activation](gate) * up
     gate = jnp.minimum(gate, _LIMIT)
     up = jnp.clip(up, -_LIMIT, _LIMIT)
     return (up + 1) * gate * jax.nn.sigmoid(_SHARPNESS * gate)

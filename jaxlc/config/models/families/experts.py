@@ -38,7 +38,7 @@ def are_dense(config: Fields) -> list[bool]:
 
 def write_dense_layers(model: ModelConfig) -> dict[str, Any]:
     """The fields that `are_dense` reads."""
-    blocks = (model.of_kind(kind).feed_forward for kind in model.kinds_of_layers)
+    blocks = (model.layer_config(kind).feed_forward for kind in model.kinds_of_layers)
     dense_layers = [layer for layer, block in enumerate(blocks) if block == "dense"]
     return dict(decoder_sparse_step=1, mlp_only_layers=dense_layers)
 
