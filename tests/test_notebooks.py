@@ -73,9 +73,6 @@ SHORTER = {
         "eval_every_steps=0, eval_sequences=4",
         "[:192]": "[:4]",
         "steps=20, global_batch_size=8, eval_sequences=32": "steps=4, global_batch_size=4, eval_sequences=4",
-        # The losses with one scaling stand for all.
-        "losses = {name: loss_by_position(model) for name, model in models.items()}": "losses = "
-        'dict.fromkeys(models, loss_by_position(models["yarn"]))',
         "if has_gpu_compiler():": "if False:",  # the live plan of plan_256k is compiled
     },
     "first_run": {

@@ -30,7 +30,7 @@ from etils import epath
 
 from jaxlc.config import Config
 from jaxlc.core import UserError
-from jaxlc.core.files import fingerprint_of, locked, read_json_file, replacing, sha256_of
+from jaxlc.core.files import fingerprint_of, locked_at_once, read_json_file, replacing, sha256_of
 from jaxlc.runtime.watchdog import Program, on_process_0, problem_of_any_process
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
@@ -584,7 +584,7 @@ def no_run_in(workdir: Path) -> contextlib.AbstractContextManager[None]:
       UserError: a run does.
     """
     problem = f" trains in {workdir}: stop it first"
-    return locked(workdir / LOCK_FILE, lambda holder: None, timeout_seconds=0, problem=problem)
+    return locked_at_once(workdir / LOCK_FILE, problem)
 
 
 def remove(path: Path) -> None:

@@ -32,7 +32,7 @@ from jaxlc.core.files import (
     fingerprint_of,
     full_disk_explained,
     local_path,
-    locked,
+    locked_at_once,
     make_writable,
     read_json_file,
     replacing,
@@ -455,8 +455,7 @@ def _num_records(out: Path, header: dict[str, Any], lock: contextlib.ExitStack) 
       UserError: another command writes to the file, or it has another header or none. It is not changed.
     """
     problem = f" writes to {out}: wait for its end, or use another OUT"
-    path = out.with_suffix(".lock")
-    lock.enter_context(locked(path, lambda _: None, timeout_seconds=0, problem=problem))
+    lock.enter_context(locked_at_once(out.with_suffix(".lock"), problem))
     path = out.with_suffix(".header.json")
     if not out.is_file() or not out.stat().st_size:
         with replacing(path) as file:

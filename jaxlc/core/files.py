@@ -376,6 +376,11 @@ def _holder(file: BinaryIO) -> str:
     return file.read().decode(errors="replace") or "another process"
 
 
+def locked_at_once(path: Path, problem: str) -> AbstractContextManager[None]:
+    """As `locked`, without waiting for a process that holds the lock."""
+    return locked(path, lambda _: None, timeout_seconds=0, problem=problem)
+
+
 @contextmanager
 def new_directory(target: Path, advice: str) -> Iterator[Path]:
     """A directory to write files to, TARGET.partial, which becomes `target` at the end, also if that
@@ -388,7 +393,7 @@ def new_directory(target: Path, advice: str) -> Iterator[Path]:
     problem = f" writes to {target}: wait for its end, or {advice}"
     with write_errors_explained(target, advice):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, lambda _: None, timeout_seconds=0, problem=problem):
+        with locked_at_once(lock, problem):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
@@ -422,7 +427,10 @@ def local_path(value: str | Path) -> Path:
     names = os.fsencode(path).split(b"/")
     # such as a text instead of a file; pathlib raises an OSError, also in exists()
     if len(path) >= _MAX_PATH or len(max(names, key=len)) > _MAX_NAME:
-        raise UserError(f"{path[:64]}... is too long for a path")
+        raise UserError(
+            f"{path[:64]}... is too long: a path has at most {_MAX_PATH:,} bytes, and each name in it {_MAX_NAME};"
+            " pass the path of a file or directory"
+        )
     if f"{path}/".startswith("~/"):  # as in a container whose user has a number only
         raise UserError(
             f"{value} is in the home directory, and this user has none: set HOME, or pass another path"

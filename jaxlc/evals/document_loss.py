@@ -1,5 +1,5 @@
 """Loss of documents at an exact length: by position, of the last tokens, and the gain of full
-context. NumPy only.
+context.
 
 The documents have at least the length and are cut to it, so every position has the same documents.
 Means over tokens have 95% intervals of a bootstrap over documents (`estimate`). The documents of an

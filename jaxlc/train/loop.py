@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -416,9 +415,7 @@ def _train(
             reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
                 reports.fetch_last(step)
-            position = run_due(
-                saves, replace(position, rows=reports.rows, loads=reports.loads), stop
-            )
+            position = run_due(saves, reports.added_to(position), stop)
             profiled_step.stop(step, position.state)
             reports.write()
             position, stop = _run_actions(run, reports, position, stop)
@@ -455,9 +452,7 @@ def _run_actions(
 def _save_last(run: StageRun, reports: StepReports, position: Position) -> Position:
     """Saves and reports a step that has become the last one of the run."""
     reports.fetch_last(position.step)
-    position = run_due(
-        run.saves, replace(position, rows=reports.rows, loads=reports.loads), Stop.DONE
-    )
+    position = run_due(run.saves, reports.added_to(position), Stop.DONE)
     reports.write()
     return position
 

@@ -17,8 +17,8 @@ strategies = pytest.mark.parametrize("strategy", support_table.STRATEGIES)
 
 
 def _is_sampled(case: support_table.Case) -> bool:
-    """Whether others represent the case: blockwise rings of 2, 4 and 6 ranks those of 1, 3 and 8, and Pallas
-    with a ring of one rank, which sends nothing, Pallas with the other strategies.
+    """Whether other cases cover this one: rings of 1, 3 and 8 ranks cover blockwise rings of 2, 4 and 6, and
+    Pallas with the other strategies covers a ring of one rank, which sends nothing.
     """
     contexts = dict(blockwise=(2, 4, 6), pallas=(1,)).get(case.kernel, ())
     return case.strategy == "ring" and case.context in contexts

@@ -56,7 +56,7 @@ def test_paths_in_a_deleted_working_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["a text " * 40, "a/" * 2048, "ä" * 128])
 def test_local_path_that_is_too_long_raises(path):
-    with pytest.raises(UserError, match="is too long for a path"):
+    with pytest.raises(UserError, match="is too long: a path has at most"):
         local_path(path)
 
 

@@ -55,15 +55,15 @@ def test_plan_of_large_models_and_long_rings(preset, topology, mesh):
     assert result.ring.hops == result.ring.hidden + result.ring.exposed > 0
 
 
-_BASELINES = [
-    *zip(
-        memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
-    )
-]
+_MAX_GIB = (24, 18, 6.5, 4, 52.3)
+_MAX_SECONDS = (None, None, None, None, 300)
 
 
 @pytest.mark.full  # test_configs.py has a plan with tiles, and test_offload.py what is in host memory
-@pytest.mark.parametrize("baseline, max_gib, max_seconds", _BASELINES)
+@pytest.mark.parametrize(
+    "baseline, max_gib, max_seconds",
+    list(zip(memory_cases.baselines(), _MAX_GIB, _MAX_SECONDS, strict=True)),
+)
 def test_plan_baseline_cases_need_less_memory(baseline, max_gib, max_seconds):
     """The last of our cases for each baseline; arguments and temporaries, as the baselines are
     measured.

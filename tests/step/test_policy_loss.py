@@ -348,7 +348,7 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
 @pytest.mark.heavy
 @pytest.mark.full
 def test_shared_prefixes_in_float64_equal_separate_rows():
-    """To 1e-13, so the differences of float32 are those of sums in another order.
+    """To 1e-13: in float32 they differ by the order of sums only.
 
     The oracles of test_parity.py have trees of latent and recurrent layers in float64, and test_shared_prefix.py
     has them in sliding windows.

@@ -44,7 +44,6 @@ decay is a matrix [D + 1, D + 1] of scalars, or of vectors of K channels.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -378,8 +377,6 @@ class _Cut(NamedTuple):
     v: jax.Array
     beta: jax.Array  # [N, B, H, C, 1]
     skipped: jax.Array | float  # skip v
-    segments: jax.Array  # [N, B, 1, C]
-    prefixes: Sequence[jax.Array]  # of `levels`
     gates: Gates
 
     @classmethod
@@ -413,13 +410,13 @@ class _Cut(NamedTuple):
         skipped = 0
         if tokens.skip_BLH is not None:
             skipped = jnp.where(is_padding, 0, numbers(tokens.skip_BLH) * v)
-        return cls(q, k, v, numbers(tokens.beta_BLH), skipped, segments, prefixes, gates)
+        return cls(q, k, v, numbers(tokens.beta_BLH), skipped, gates)
 
 
 def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
-    q, k, v, beta, skipped, segments, prefixes, gates = _Cut.of(tokens, rule)
+    q, k, v, beta, skipped, gates = _Cut.of(tokens, rule)
     dtype = k.dtype
-    scores, kk = decayed_products([q, k], k, gates, segments, prefixes)
+    scores, kk = decayed_products([q, k], k, gates)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
 
     def columns(x, factors):  # of all states
@@ -483,7 +480,7 @@ def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
 
 
 def _sum_chunks(tokens: Tokens, rule: Rule) -> _SumChunks:
-    q, k, v, beta, skipped, _, _, gates = _Cut.of(tokens, rule)
+    q, k, v, beta, skipped, gates = _Cut.of(tokens, rule)
     u = v * beta
     out = _decayed_sums(q, k, gates.G, u, gates.paths.visible) + skipped
     kept = [_by_group(factor * u, k.shape[2]) for factor in gates.until_end]

@@ -23,6 +23,8 @@ class Paths(NamedTuple):
     after the last token, then the state of each level of prefixes, the deepest level first.
     """
 
+    segments: jax.Array  # int32 [N, B, 1, C]
+    prefixes: Sequence[jax.Array]  # of `levels`
     visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
     enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
     # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
@@ -56,7 +58,7 @@ class Paths(NamedTuple):
             # tokens of this level or less from here on
             is_after = jnp.flip(jnp.cumsum(jnp.flip(~in_branch, -1), -1), -1)
             last.append(~in_branch & (is_after == 1))
-        return cls(visible, enters, last)
+        return cls(segments, prefixes, visible, enters, last)
 
 
 class Gates(NamedTuple):
@@ -139,13 +141,7 @@ def _until_end(G: jax.Array, paths: Paths) -> list[jax.Array]:
     return factors
 
 
-def decayed_products(
-    xs: list[jax.Array],
-    k: jax.Array,
-    gates: Gates,
-    segments: jax.Array,
-    prefixes: Sequence[jax.Array],
-) -> list[jax.Array]:
+def decayed_products(xs: list[jax.Array], k: jax.Array, gates: Gates) -> list[jax.Array]:
     """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
     G = gates.G
     num_heads = G.shape[3]
@@ -156,20 +152,13 @@ def decayed_products(
 
     if G.shape[-1] > 1:
         x = jnp.stack([repeated(x) for x in xs])
-        return [*_products_by_channel(x, repeated(k), G, segments, prefixes, dtype)]
+        return [*_products_by_channel(x, repeated(k), gates, dtype)]
     # Products of a token with itself do not depend on G. In its gradient, their two terms would cancel.
     decay = decays_between(G.mT, G, jnp.tril(gates.paths.visible, -1)) + jnp.eye(G.shape[-2])
     return [repeated(product("...ik,...jk->...ij", x, k, dtype)) * decay for x in xs]
 
 
-def _products_by_channel(
-    x: jax.Array,
-    k: jax.Array,
-    G: jax.Array,
-    segments: jax.Array,
-    prefixes: Sequence[jax.Array],
-    dtype,
-) -> jax.Array:
+def _products_by_channel(x: jax.Array, k: jax.Array, gates: Gates, dtype) -> jax.Array:
     """The sums over channels c of x_ic k_jc exp(G_ic - G_jc), [x, N, B, H, C, C], where token i
     reads token j. No exponent is positive.
 
@@ -177,6 +166,8 @@ def _products_by_channel(
     the states of the first one, as chunks do.
     """
     size = _DIRECT_TOKENS
+    G = gates.G
+    segments, prefixes = gates.paths[:2]
     none = jnp.zeros((), segments.dtype)
 
     def blocks(x, axis):  # [..., C, ...] -> [..., C / size, size, ...]

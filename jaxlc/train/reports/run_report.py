@@ -326,8 +326,8 @@ def loads_row(step: int, load_LE: np.ndarray) -> dict[str, Any]:
 
 
 def write_loads(workdir: Path, row: dict[str, Any]) -> None:
-    """Adds a row of `loads_row` after those of earlier steps; other rows, of a run that was killed
-    after its last checkpoint, are dropped.
+    """Adds a row of `loads_row` after the rows of earlier steps. The rows of later steps, of a run
+    that was killed after its last checkpoint, are dropped.
     """
     path = workdir / LOADS_FILE
     rows = [earlier for earlier in read_json_lines(path) if earlier["step"] < row["step"]]

@@ -2,6 +2,7 @@
 not finite.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -79,6 +80,10 @@ class StepReports:
         self.fetch(step, waits=True)
         if self._logged_step < step:
             self._log(step)
+
+    def added_to(self, position: Position) -> Position:
+        """`position` with the rows that are not written yet, for its checkpoint."""
+        return dataclasses.replace(position, rows=self.rows, loads=self.loads)
 
     def write(self) -> None:
         """Writes the reports on the steps that were fetched, and calls the callbacks."""
