@@ -234,6 +234,7 @@ class Range(NamedTuple):
 Number = TypeVar("Number", int, float)
 _FROM_0 = Range("at least 0", lambda x: x >= 0)  # the range of a number that declares none
 From1 = Annotated[Number, Range("at least 1", lambda x: x >= 1)]
+From1To10000 = Annotated[Number, Range("from 1 to 10000", lambda x: 1 <= x <= 10_000)]
 From1To12 = Annotated[Number, Range("from 1 to 12", lambda x: 1 <= x <= 12)]
 FromMinus1 = Annotated[Number, Range("at least 0, or -1", lambda x: x >= -1)]
 Above0 = Annotated[Number, Range("greater than 0", lambda x: x > 0)]

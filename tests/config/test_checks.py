@@ -72,6 +72,8 @@ def test_check_beta_of_1_raises(name):
             dict(rope_scaling="linear"),
             ["'linear' needs a rope.factor greater than 1"],
         ),
+        ("model", dict(vocab_size=2**31), ["value 2147483648", "expected less than 2^31"]),
+        ("model", dict(num_layers=2**31), ["value 2147483648", "expected from 1 to 10000"]),
         ("model", dict(rope_scaling_factor=0.5), ["invalid value 0.5", "expected at least 1"]),
         (
             "model",

@@ -934,6 +934,18 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "has model_type 'gemma3n_text' (embeddings of each layer)",
         ),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
+        ("llama", dict(num_hidden_layers=10**30), "expected an integer from 1 to 10000"),
+        ("llama", dict(vocab_size=2**31), "vocab_size=2147483648: expected an integer from 1 to"),
+        (
+            "gemma3",
+            dict(layer_types=None, sliding_window_pattern=2**31),
+            "sliding_window_pattern=2147483648: expected an integer from 1 to 10000, or a string",
+        ),
+        (
+            "qwen3_5_hybrid",
+            dict(layer_types=None, full_attention_interval=2**31),
+            "full_attention_interval=2147483648: expected an integer from 1 to 10000",
+        ),
         ("llama", dict(num_hidden_layers=0), "has no field num_hidden_layers, or it is null or 0"),
         ("granite_hybrid_moe", dict(intermediate_size=None), "has no field intermediate_size"),
         ("nemotron_h_moe", dict(num_experts_per_tok=None), "has no field num_experts_per_tok"),
@@ -1147,7 +1159,7 @@ def test_config_json_rope_is_that_of_transformers(changes, expected):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("hidden_size", "32", "has hidden_size='32': expected an integer, at least 1"),
+        ("hidden_size", "32", "has hidden_size='32': expected an integer from 1 to 2"),
         ("rope_theta", [10000], "has rope_theta=[10000]: expected a finite number greater than 0"),
         ("tie_word_embeddings", "no", "has tie_word_embeddings='no': expected true or false"),
         ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a finite number"),

@@ -34,7 +34,7 @@ from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.schema import AttentionConfig, DataConfig, PosttrainConfig, SourceConfig
-from jaxlc.config.values import range_problems
+from jaxlc.config.values import invalid_value, range_problems
 from jaxlc.core import UserError, nearest_name, raise_all, raise_first
 
 
@@ -405,6 +405,9 @@ def check(config: Config, *, on_devices: bool = True) -> None:
         for section in SECTIONS
         for problem in range_problems(section, getattr(config, section))
     )
+    sizes = config.model.by_path.items()
+    too_large = {x: size for x, size in sizes if isinstance(size, int) and size >= 2**31}
+    raise_all(invalid_value(f"model.{x}", too_large[x], "less than 2^31") for x in too_large)
     unused = [*unused_problems(config)]
     in_model = (problem for problem in unused if problem.startswith("config.model."))
     for first in (layer_problems(config), in_model, size_problems(config)):

@@ -11,6 +11,7 @@ evaluation read such a directory as any other; transformers does not.
 
 import dataclasses
 import math
+import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -32,19 +33,23 @@ from jaxlc.config.models.rope_json import (
     rope_settings,
 )
 from jaxlc.config.other_names import renamed
-from jaxlc.config.values import Above0, From1, flattened, plain, typed, with_floats
+from jaxlc.config.values import Above0, From1, From1To10000, flattened, plain, typed, with_floats
 from jaxlc.core import Unsupported, UserError, suggestion
 
 Count = From1[int]
+Layers = From1To10000[int]
 Positive = Above0[float]
+_LARGEST: dict[Any, float] = {Count: 2**31 - 1, Layers: 10_000, Positive: sys.float_info.max}
 _WORDS: dict[Any, str] = {
-    Count: "an integer, at least 1",
+    Count: "an integer from 1 to 2^31 - 1",
+    Layers: "an integer from 1 to 10000",
     Positive: "a finite number greater than 0",
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "a string",
-    int | str: "an integer or a string",
+    Layers | str: "an integer from 1 to 10000, or a string",
+    Count | str: "an integer from 1 to 2^31 - 1, or a string",
     dict: "an object",
     list[str]: "a list of strings",
     list[int]: "a list of integers",
@@ -53,11 +58,12 @@ _WORDS: dict[Any, str] = {
 # of the fields that do not give a setting of the same type
 _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
     Count: (
-        "query_pre_attn_scalar", "num_heads", "full_attention_interval", "short_conv_kernel_size",
+        "query_pre_attn_scalar", "num_heads", "short_conv_kernel_size",
         "num_expert_group", "decoder_sparse_step", "mamba_expand", "shared_intermediate_size",
         "rotary_dim", "mamba_d_ssm", "moe_latent_size", "moe_shared_expert_intermediate_size",
         "r", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     ),
+    Layers: ("num_hidden_layers", "full_attention_interval"),
     Positive: (
         "max_position_embeddings", "original_max_position_embeddings", "factor",
         "rope_theta", "rope_local_base_freq", "attention_multiplier",
@@ -83,7 +89,8 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
         "model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern",
         "base_model_name_or_path",
     ),
-    int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
+    Layers | str: ("sliding_window_pattern", "_sliding_window_pattern"),
+    Count | str: ("mamba_d_head",),
     dict: (
         "rope_scaling", "rope_parameters", "full_attention", "sliding_attention",
         "quantization_config", "compression_config", "linear_attn_config",
@@ -131,11 +138,13 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(
             _has_type(item, typing.get_args(hint)[0]) for item in value
         )
+    if typing.get_origin(hint) is typing.Union:
+        return any(_has_type(value, x) for x in typing.get_args(hint))
     if isinstance(value, bool):  # a subclass of int
         return hint in (bool, object)
-    if hint in (Count, Positive):
-        is_number = isinstance(value, int if hint is Count else (int, float))
-        return is_number and 0 < value < math.inf
+    if hint in _LARGEST:
+        is_number = isinstance(value, (int, float) if hint is Positive else int)
+        return is_number and 0 < value <= _LARGEST[hint]
     return isinstance(value, (int, float) if hint is float else hint)
 
 

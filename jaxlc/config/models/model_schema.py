@@ -16,7 +16,15 @@ from jaxlc.config.kinds.experts import ExpertsConfig
 from jaxlc.config.kinds.kda import KdaConfig
 from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.kinds.mamba2 import Mamba2Config
-from jaxlc.config.values import Above0, Above0UpTo1, From1, ZeroOrFrom2, flattened, plain
+from jaxlc.config.values import (
+    Above0,
+    Above0UpTo1,
+    From1,
+    From1To10000,
+    ZeroOrFrom2,
+    flattened,
+    plain,
+)
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
 # Segments that the settings name are kept if they have at most this many layers in the compiled program.
@@ -186,7 +194,7 @@ class ModelConfig:
     # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor. More than the model of
     # init_from has: rows of new tokens are added; docs/pretrained.md
     vocab_size: From1[int]
-    num_layers: From1[int]  # number of decoder layers (attention and feed-forward)
+    num_layers: From1To10000[int]  # number of decoder layers (attention and feed-forward)
     model_dim: From1[int]  # width of the residual stream; "hidden_size" in Hugging Face configs
     # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
     ffn_dim: From1[int]
