@@ -8,6 +8,7 @@ repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
@@ -27,7 +28,7 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core import UserError
-from jaxlc.core.files import fingerprint_of, local_path
+from jaxlc.core.files import fingerprint_of, local_path, locked_at_once
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
@@ -59,6 +60,7 @@ from jaxlc.generation.generate_text import (
     warn_beyond_context,
 )
 from jaxlc.generation.generator import Generator
+from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.language_model import LanguageModel, TrainedModel
 from jaxlc.step.step import TrainStep
 
@@ -344,17 +346,31 @@ def evaluate_run(
     *,
     chat_template: str = "",
 ) -> list[ScoreRow]:
-    """Evaluates the model of `result`; see `jaxlc.evaluate`."""
+    """Evaluates the model of `result`; see `jaxlc.evaluate`.
+
+    Raises:
+      LockHeld: another call writes to the directory of these results; its scores would be lost.
+    """
     warn_beyond_context(result, max(settings.lengths))
     encode = encoder_of(result, chat=settings.chat, chat_template=chat_template)
+    directory = out / f"step-{result.step}"
     model = EvaluatedModel(
         model=result.model,
         encode=encode,
         generator=lambda: generator_of(result),
         stops=stops_for(result, encode.template),
-        directory=out / f"step-{result.step}",
+        directory=directory,
     )
-    return model.evaluate(settings, report)
+    problem = f" writes to {directory}: wait for its end, or use another --out"
+
+    with contextlib.ExitStack() as lock:
+
+        def hold_lock() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked_at_once(directory / "evaluation.lock", problem))
+
+        on_process_0(hold_lock)
+        return model.evaluate(settings, report)
 
 
 class NamedScore(NamedTuple):

@@ -103,8 +103,9 @@ def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
 
 
 def step_directories(out: Path) -> list[Path]:
-    """The directories of checkpoints in `out`, earlier steps first."""
-    return sorted(out.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    """The directories of checkpoints in `out`, earlier steps first; not copies with other names."""
+    steps = {path: path.name.removeprefix("step-") for path in out.glob("step-*")}
+    return sorted((x for x in steps if steps[x].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:

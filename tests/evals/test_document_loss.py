@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import jax
@@ -104,7 +105,14 @@ def test_losses_equal_float64_and_those_on_four_context_ranks(run, texts, tmp_pa
 def test_interrupted_evaluation_computes_the_missing_documents(run, texts, tmp_path, monkeypatch):
     result = jaxlc.load(run, mesh=dict(context=1))
     settings = _settings(texts, context_limits=[], batch_size=2)
-    complete = jaxlc.evaluate(result, **settings, out=tmp_path)
+
+    def evaluate_again(_) -> None:
+        with pytest.raises(
+            UserError, match=f"process {os.getpid()} on .* writes to .*/step-1: wait"
+        ):
+            jaxlc.evaluate(result, **settings, out=tmp_path)
+
+    complete = jaxlc.evaluate(result, **settings, out=tmp_path, report=evaluate_again)
     path = tmp_path / "step-1" / f"loss-{LENGTH}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     # the header and four documents; the fifth is cut off

@@ -249,6 +249,7 @@ def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkeypatch):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
     runs.write_untrained_run(tmp_path / "run")
+    (tmp_path / "run" / "evals" / "step-1 (copy)").mkdir(parents=True)  # a user's
     arguments = [
         "--tasks=needle,niah_single_1,passkey",
         "--lengths=1024",
