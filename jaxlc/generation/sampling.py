@@ -153,7 +153,7 @@ def choose_tokens(
     """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
 
     The random numbers depend on the seed, the index of the sequence and the position only, so that a sequence gets the
-    same tokens in any batch and on any mesh.
+    same tokens in any batch and on any mesh, whose logits may be rounded differently.
 
     Args:
       logits_BV: float32.
@@ -179,7 +179,9 @@ def choose_tokens(
             sorted_V = jnp.where(sorted_V >= sampling.min_p * sorted_V[0], sorted_V, 0.0)
         before_V = jnp.cumsum(sorted_V) - sorted_V  # probability of the more likely tokens
         sorted_V = jnp.where(before_V < sampling.top_p, sorted_V, 0.0)
-        return order_V[jax.random.categorical(key, jnp.log(sorted_V))].astype(jnp.int32)
+        # Random numbers belong to tokens, not to places of the order, which rounding may swap.
+        kept_V = jnp.zeros_like(probs_V).at[order_V].set(sorted_V)
+        return jax.random.categorical(key, jnp.log(kept_V)).astype(jnp.int32)
 
     log_probs_BV = jax.nn.log_softmax(scaled_BV if sampling.scales_log_probs else logits_BV)
     if sampling.is_greedy:

@@ -54,6 +54,12 @@ def test_token_of_a_sequence_does_not_depend_on_its_batch():
     together, _ = choose_tokens(logits_BV, 1, indices_B, sampling)
     alone, _ = choose_tokens(logits_BV[5:6], 1, indices_B[:, 5:6], sampling)
     assert together[5] == alone[0]
+    rounded_BV = 1e-6 * logits_BV  # its negative has the opposite order, and equal probabilities
+    tokens_B, others_B = (
+        choose_tokens(x, 1, indices_B, Sampling(temperature=1.0))[0]
+        for x in (rounded_BV, -rounded_BV)
+    )
+    assert tokens_B.tolist() == others_B.tolist()
 
 
 @pytest.mark.parametrize(
