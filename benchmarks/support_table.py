@@ -148,8 +148,8 @@ def tables() -> str:
         "kernel from left to right, but never `mosaic`. The tests have no GPU: they check the operands of `fa3`,",
         "`cudnn` and `mosaic`, not their results (`tests/attention/test_fa3.py`, `test_cudnn.py`,",
         "`test_cudnn_packed.py`, `test_mosaic.py`). Before a run trains with calls of `cudnn` for packed",
-        "documents, or with `fa3`, it compares them with the reference on its GPU, prints the error, and stops if",
-        "it is above 1%; `attention.kernel=pallas` avoids the former, `attention.kernel=cudnn` the latter.",
+        "documents, with `fa3`, or with `pallas` and head dims above 128, it compares them with the reference on",
+        "its GPU, prints the error, and stops if it is above 1%. `attention.kernel` selects another kernel.",
         "",
         *_table("", list(KERNELS), _joined(_kernel_rows())),
         "",
@@ -246,6 +246,7 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "head dim 96": dict(head_dim=96, value_dim=96),
         "head dim 256": dict(head_dim=256, value_dim=256),
         "head dim 64 of values, 128 of queries": dict(value_dim=64),
+        "head dim 576": dict(head_dim=576, value_dim=576),
         "float16": dict(dtype="float16"),
         "float32": dict(dtype="float32"),
         "on A100": dict(compute_capability="8.0"),
@@ -286,6 +287,7 @@ def _auto_rows() -> Iterator[tuple[str, list[str]]]:
         "sliding window of one document in a ring; packed documents with a window on one rank or in `ulysses`": ranges
         | dict(window=4096, window_ranges=True),
         "packed documents with a window in a ring; shared prefixes with a window; `all_gather`; decoding": ranges,
+        "head dims above 128, up to 256": dict(head_dim=256, value_dim=256),
     }
     for name, change in rows.items():
         cells = []

@@ -238,19 +238,38 @@ _HALF_PRECISION_OF = {"flash_dkv": replace(_HALF_PRECISION, query_block_tokens=6
 _FLOAT32 = TuningParams(query_block_tokens=32, kv_block_tokens=32, num_warps=4, num_stages=1)
 
 MIN_BLOCK_TOKENS = 16  # the smallest dimension of a matrix product in Triton
-MAX_HEAD_DIM = 128  # a block with a larger head dim does not fit into the registers
+MAX_HEAD_DIM = 256  # blocks of larger head dims do not fit into the registers
+WIDE_HEAD_DIM = 128  # above it, blocks have half as many tokens, and so the same size
 MAX_BLOCK_RANGES = 8  # ranges in the list of blocks that a program loops over
 
 
 # Compute capabilities with 99 KiB of shared memory for a block of threads; data-center GPUs have
 # 163 KiB and more. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 SMALL_SHARED_MEMORY = ("8.6", "8.9", "12.0")
-SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
+_SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
 
 
-def tuning_params(kernel: str, dtype: str) -> TuningParams:
-    """The parameters for a kernel, such as "flash_dkv", and a dtype such as "bfloat16"."""
-    return _FLOAT32 if dtype == "float32" else _HALF_PRECISION_OF.get(kernel, _HALF_PRECISION)
+def tuning_params(
+    kernel: str, dtype: str, head_dim: int, small_shared_memory: bool
+) -> TuningParams:
+    """The parameters for a kernel, such as "flash_dkv".
+
+    Args:
+      dtype: such as "bfloat16".
+      head_dim: of queries and keys or of values, the larger one.
+      small_shared_memory: of the GPU, see SMALL_SHARED_MEMORY.
+    """
+    params = _FLOAT32 if dtype == "float32" else _HALF_PRECISION_OF.get(kernel, _HALF_PRECISION)
+
+    def tokens(tuned: int) -> int:
+        limited = min(tuned, _SMALL_BLOCK_TOKENS) if small_shared_memory else tuned
+        return limited // 2 if head_dim > WIDE_HEAD_DIM else limited
+
+    return replace(
+        params,
+        query_block_tokens=tokens(params.query_block_tokens),
+        kv_block_tokens=tokens(params.kv_block_tokens),
+    )
 
 
 # (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a fully masked row.

@@ -51,6 +51,7 @@ _NO_KERNEL = (
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",
 )  # fmt: skip
+_CONTROL_FLOW = ("call", "conditional", "while")  # run other instructions
 _SLICES = ("dynamic-slice", "gather", "slice")  # read a part of their first operand
 # index of the operand written into the first one
 _UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
@@ -297,6 +298,8 @@ class AttentionKernelCall(NamedTuple):
     head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
     # its queries are of branches, its keys of the prefix that they continue
     is_over_prefix: bool = False
+    num_kernels: int = 1  # of one run; a blockwise loop has some for each pair of blocks
+    num_conditionals: int = 0  # for which the GPU waits for the host
 
     @property
     def is_backward(self) -> bool:
@@ -473,28 +476,36 @@ def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | 
 
 def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
     flops = 0.0
-    opcodes = set()
+    counts = Counter()  # of executions, by opcode
+    num_kernels = 0
+    bodies = set()  # of kernels
     for times, computation, instruction in _inside(program, loop):
         if _is_mosaic(instruction):
             return None  # a loop over calls of a kernel; its products are out . dout
-        opcodes.add(instruction.opcode.removesuffix("-start"))
+        counts[instruction.opcode.removesuffix("-start")] += times
         if instruction.opcode == "dot":
             product = matrix_product(
                 computation, instruction, instruction.attributes["lhs_contracting_dims"]
             )
             flops += times * product.flops
-    if flops == 0 or opcodes & set(COLLECTIVES):
+        is_inner = computation.name in bodies
+        if is_inner or instruction.opcode not in _CONTROL_FLOW:
+            bodies.update(instruction.called)
+            if not is_inner and instruction.opcode not in _NO_KERNEL:
+                num_kernels += times
+    if flops == 0 or counts.keys() & set(COLLECTIVES):
         return None
-    is_masked = "conditional" in opcodes  # which skips fully masked tiles
     return AttentionKernelCall(
         loop,
         "blockwise",
         pass_of(loop.op_name),
         flops,
-        is_masked,
-        None,
-        is_in(loop.op_name, scopes.SLIDING_WINDOW),
-        is_in(loop.op_name, scopes.RING_STEP),
+        is_masked="conditional" in counts,  # which skips fully masked tiles
+        sizes=None,
+        has_window=is_in(loop.op_name, scopes.SLIDING_WINDOW),
+        is_ring_step=is_in(loop.op_name, scopes.RING_STEP),
+        num_kernels=num_kernels,
+        num_conditionals=counts["conditional"],
     )
 
 

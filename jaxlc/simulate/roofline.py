@@ -45,8 +45,8 @@ TIME_SPREAD = 0.563
 PAIR_SPREAD = 0.331
 # (scale, spread) as above, of steps of jaxlc that ran on one GPU (benchmarks/measured_runs.toml), by its name
 MEASURED = MappingProxyType({"h100": (0.993, 0.081)})
-# attention kernels whose rates were measured on these GPUs
-MEASURED_ATTENTION = frozenset({"cudnn", "cudnn_packed", "pallas"})
+# attention kernels whose rates were measured on these GPUs, and up to which head dim
+MEASURED_ATTENTION = MappingProxyType(dict(cudnn=256, cudnn_packed=256, pallas=128))
 
 
 class Interval(NamedTuple):
@@ -212,11 +212,14 @@ _HEAD_DIM_EFFICIENCY = (
     (128, Efficiency(1.0, 1.0)),
     (256, Efficiency(1.1, 0.69)),
 )
-# [7] times the rates of cuDNN
-_HEAD_DIM_EFFICIENCY_FA3 = (
-    (64, Efficiency(0.75, 0.84)),
-    (128, Efficiency(1.0, 1.0)),
-    (256, Efficiency(1.15, 0.73)),
+_HEAD_DIM_EFFICIENCIES = dict(
+    fa3=(  # [7] times the rates of cuDNN
+        (64, Efficiency(0.75, 0.84)),
+        (128, Efficiency(1.0, 1.0)),
+        (256, Efficiency(1.15, 0.73)),
+    ),
+    # assumed: 256 as the backward of cuDNN; blocks have half as many tokens above 128
+    pallas=(*_HEAD_DIM_EFFICIENCY[:2], (256, Efficiency(0.69, 0.69))),
 )
 
 # NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
@@ -264,9 +267,9 @@ def head_dim_efficiency(head_dim: int, *, is_backward: bool, kernel: str = "cudn
     """The rate of an attention kernel relative to head dim 128, linear between the measured head
     dims.
     """
-    measured = _HEAD_DIM_EFFICIENCY_FA3 if kernel.startswith("fa3") else _HEAD_DIM_EFFICIENCY
-    rates_of_dims = [x.backward if is_backward else x.forward for _, x in measured]
-    return float(np.interp(head_dim, [dim for dim, _ in measured], rates_of_dims))
+    curve = _HEAD_DIM_EFFICIENCIES.get(kernel.removesuffix("_packed"), _HEAD_DIM_EFFICIENCY)
+    rates_of_dims = [x.backward if is_backward else x.forward for _, x in curve]
+    return float(np.interp(head_dim, [dim for dim, _ in curve], rates_of_dims))
 
 
 def num_steps(kind: str, num_ranks: int) -> int:

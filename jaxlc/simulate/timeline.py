@@ -35,7 +35,7 @@ from typing import NamedTuple
 from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core.scopes import CORE_ATTENTION, EXPANSION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.kernel_costs import AttentionKernelCall, kernel_cost
 from jaxlc.hlo.parser import (
     Computation,
     Instruction,
@@ -86,6 +86,19 @@ class TimedOp(NamedTuple):
     branches: tuple[Computation, ...] = ()  # one of them runs
 
 
+def attention_op(call: AttentionKernelCall, model: TimeModel) -> TimedOp:
+    """One call of an attention kernel. A blockwise loop starts kernels for each pair of blocks that
+    is not masked.
+    """
+    flops = model.attention_flops(call)
+    num_kernels = max(1, call.num_kernels * flops / call.full_flops)
+    seconds = num_kernels * model.roofline.kernel_gap_seconds + model.attention_seconds(call)
+    return TimedOp(
+        kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION),
+        synchronization_seconds=call.num_conditionals * model.roofline.synchronization_seconds,
+    )
+
+
 class TimedOps:
     """The instructions of a program as timed operations, by computation."""
 
@@ -121,9 +134,7 @@ class TimedOps:
             return TimedOp(starts=starts, awaits=awaits)
         call = self.program.attention_call_of.get(instruction)
         if call is not None and not is_data_dependent(instruction.op_name):
-            seconds = self._model.roofline.kernel_gap_seconds + self._model.attention_seconds(call)
-            flops = self._model.attention_flops(call)
-            return TimedOp(kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION))
+            return attention_op(call, self._model)
         if instruction.opcode == "while":
             count = 1 + self.num_rounds(instruction) if is_host_controlled(instruction) else 0
             return TimedOp(
@@ -259,7 +270,8 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
     exposed_seconds = sum(by_resource[link] for link in _COMMUNICATION)
     communication_seconds = sum(simulator.transfer_seconds[link] for link in _COMMUNICATION)
     other_seconds = exposed_seconds + by_resource[NCCL_SMS]
-    if not {call.kernel for call, _ in program.attention_calls} <= MEASURED_ATTENTION:
+    calls = (call for call, _ in program.attention_calls)
+    if any(call.head_dim > MEASURED_ATTENTION.get(call.kernel, 0) for call in calls):
         other_seconds += by_kind["attention"]
     low, high = model.roofline.step_interval(
         gpus.device, simulator.now, other_seconds, communication_seconds - exposed_seconds

@@ -2,10 +2,12 @@
 programs for GPUs.
 """
 
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,16 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import pallas, reference
-from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.kernels import packed_check, pallas, reference
+from jaxlc.attention.kernels.choose import KernelSelection
+from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY, TokenInfo, key_ranges
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
+from jaxlc.step import step as train_step
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
+from tests.step.synthetic import small_config
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
+DEFAULTS = AttentionSpec()
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
 
 
@@ -68,6 +74,22 @@ def test_head_dims_not_power_of_2_in_float16_match_reference():
         SPEC,
         BFLOAT16_ATTENTION,
     )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype", "tolerance", "query_block"),
+    [
+        (192, 128, jnp.float32, FLOAT32_PARITY, 16),
+        pytest.param(256, 256, jnp.bfloat16, BFLOAT16_ATTENTION, 64, marks=pytest.mark.jax_version),
+    ],
+)
+def test_head_dims_above_128_match_reference_in_smaller_blocks(
+    head_dim, value_dim, dtype, tolerance, query_block
+):
+    q, k, v, dout = _lengths(90, 90, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+    spec = AttentionSpec(window=40)
+    assert pallas._params("flash_forward", q, k, v, spec).mask.query_block == query_block
+    _check(q, k, v, dout, None, spec, tolerance)
 
 
 @pytest.mark.jax_version
@@ -118,8 +140,8 @@ def test_blocks_after_the_diagonal_are_skipped():
 @pytest.mark.parametrize(
     ("change", "limit"),
     [
-        (dict(head_dim=256), "head dim 256 (supported: up to 128)"),
-        (dict(value_dim=192), "head dim 192 of values (supported: up to 128)"),
+        (dict(head_dim=264), "head dim 264 (supported: up to 256)"),
+        (dict(value_dim=264), "head dim 264 of values (supported: up to 256)"),
         (dict(dtype="float64"), "dtype float64 (supported: bfloat16, float16, float32)"),
         (dict(compute_capability="7.5"), "compute capability 7.5 (supported: 8.0 and later)"),
         (dict(platform="tpu"), "platform tpu (supported: gpu; cpu for tests)"),
@@ -147,10 +169,10 @@ def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_
     return q_BTNH, k_BSKH, KeyRanges(tokens, tokens), jax.ShapeDtypeStruct(q, jnp.float32), lse_BNT
 
 
-def _both(q, k, ranges, out, lse):
+def _both(q, k, ranges, out, lse, spec=DEFAULTS):
     """Forward and backward as in a training step."""
-    gradients = pallas.backward(q, k, k, ranges, AttentionSpec(), QueryResults(out, lse, q, lse))
-    return pallas.forward(q, k, k, ranges, AttentionSpec()), gradients
+    gradients = pallas.backward(q, k, k, ranges, spec, QueryResults(out, lse, q, lse))
+    return pallas.forward(q, k, k, ranges, spec), gradients
 
 
 def _targeting_h100():
@@ -221,25 +243,54 @@ def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
     ("gpu", "head_dim"),
     [
         ("h100", 128),
+        ("rtx4090", 256),
         *(
             pytest.param(*x, marks=pytest.mark.full)
-            for x in (("h100", 96), ("a100", 128), ("b200", 64))
+            for x in (("h100", 96), ("a100", 128), ("b200", 64), ("a100", 256), ("b200", 256))
         ),
     ],
 )
 def test_pallas_compiles_for_absent_gpus(gpu, head_dim):
-    """Inside `shard_map`, as in the trainer: it gives Triton the target GPU."""
+    """Inside `shard_map`, as in the trainer: it gives Triton the target GPU. The compiler refuses
+    kernels whose blocks do not fit its shared memory.
+    """
     mesh = jax.sharding.Mesh(topology(f"{gpu}:1x1").devices, ("x",))
     replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
     operands = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
         _abstract_operands(2048, 8, 2, head_dim),
     )
+    capability = mesh.devices.flat[0].compute_capability
+    spec = AttentionSpec(small_shared_memory=capability in SMALL_SHARED_MEMORY)
     on_device = jax.shard_map(
-        _both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        functools.partial(_both, spec=spec),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
     )
     program = jax.jit(on_device).lower(*operands).compile(compiler_options=dict(WITHOUT_GPU))
     for kernel in ("flash_forward", "flash_dq", "flash_dkv"):
         assert kernel in program.as_text()
     # nothing of size tokens x tokens, no repeated heads
     assert program.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_run_compares_only_head_dims_that_no_gpu_has_run(monkeypatch):
+    """Both the selection of the check, and the check itself in the interpreter."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(train_step, "check_packed", lambda name, device, **sizes: str(sizes))
+    for head_dim, num_checks in ((128, 0), (192, 1)):
+        config = small_config(model=dict(head_dim=head_dim))
+        kernels = {"full": KernelSelection("pallas", "")}
+        step = SimpleNamespace(
+            config=config, model=None, kernels=kernels, compute_dtype=jnp.bfloat16
+        )
+        assert len(train_step.check_kernels(step)) == num_checks
+    problems = packed_check._problems
+    monkeypatch.setattr(packed_check, "_problems", lambda *args: (problems(*args)[0][:1], ""))
+    line = packed_check.check_packed(
+        "pallas", jax.devices()[0], num_heads=2, num_kv_heads=1, head_dim=192, dtype=jnp.float32,
+        document_tokens=(9, -1, 20, 3, -5, 2), large_elements=1,
+    )  # fmt: skip
+    assert re.search(r"pallas on packed documents: relative error .*e-0\d on cpu", line)

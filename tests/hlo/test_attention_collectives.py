@@ -226,6 +226,7 @@ def test_attention_calls_of_blockwise_loop_are_one_call():
         1,
     )
     assert counted.call.full_flops == 3 * 5 * 2 * 8 * 8 * 4
+    assert (counted.call.num_kernels, counted.call.num_conditionals) == (3 * 5, 0)
     with pytest.raises(ValueError, match="kernel is a loop"):
         flops_by_rank(analyze(text), lambda *_: [], num_ranks=1)
 

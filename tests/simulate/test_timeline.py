@@ -26,6 +26,7 @@ from jaxlc.simulate.timeline import (
     Event,
     Prediction,
     _merged,
+    attention_op,
     events,
     layer,
     layer_timeline,
@@ -149,7 +150,7 @@ def test_step_interval_is_built_from_its_parts():
 
 def test_step_interval_of_attention_without_a_measurement_is_published(monkeypatch):
     measured = predicted(*ATTENTION)
-    monkeypatch.setattr("jaxlc.simulate.timeline.MEASURED_ATTENTION", frozenset())
+    monkeypatch.setattr("jaxlc.simulate.timeline.MEASURED_ATTENTION", dict(cudnn=64))
     assert predicted(*ATTENTION).interval == approx_interval(*roofline.PUBLISHED)
     assert measured.interval != approx_interval(*roofline.PUBLISHED)
 
@@ -517,6 +518,22 @@ def test_visible_fraction_of_blockwise_loop_from_flops(which, products):
     call = AttentionKernelCall(None, "blockwise", which, own, True, None)
     assert visible_fraction(call, config) == 0.5
     assert visible_fraction(call._replace(full_flops=own / 2), config) == 1.0
+
+
+def test_blockwise_attention_starts_kernels_and_waits_for_the_host_for_each_block():
+    """Ten kernels of half of the pairs of blocks, which are not masked, and four conditionals."""
+    slow = dataclasses.replace(IDEAL, kernel_gap_seconds=1e-3, synchronization_seconds=1e-2)
+    config = load(defaults())
+    heads = config.model.attention
+    pairs = heads.num_heads * config.data.seq_len**2
+    call = AttentionKernelCall(
+        None, "blockwise", "forward", 4.0 * heads.head_dim * pairs, True, None,
+        num_kernels=20, num_conditionals=4,
+    )  # fmt: skip
+    timed = attention_op(call, TimeModel(topology("h100:1x1"), config, slow))
+    compute = call.full_flops / 2 / (989.4e12 * 0.14)
+    assert timed.kernel.seconds == approx(10 * 1e-3 + compute)
+    assert timed.synchronization_seconds == approx(4 * 1e-2)
 
 
 def test_roofline_read_replaces_defaults():

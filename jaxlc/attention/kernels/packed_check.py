@@ -1,7 +1,8 @@
-"""A check of the calls of cuDNN and fa3 for packed documents on the GPU that is about to train.
+"""A check of kernels for packed documents on the GPU that is about to train.
 
-Whether a library accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
-compares them with the reference before it trains:
+Whether cuDNN and fa3 accept the offsets of documents, and compute what they say, depends on their version and on the
+GPU; the code that Triton generates for `pallas` depends on its version. So a run compares them with the reference
+before it trains:
 
     - in free memory that is filled with NaN, since memory that no program has used yet is often zero, and an
       uninitialized workspace then has no effect
@@ -20,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn, fa3, reference
-from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.kernels import cudnn, fa3, pallas, reference
+from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY, TokenInfo, key_ranges
 from jaxlc.core import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
@@ -35,7 +36,11 @@ _LARGE_BYTES_PER_ELEMENT = 64  # an upper bound of the memory of the large probl
 _SAMPLE_TOKENS = 16
 _POISON_BYTES = 2**28  # size of one array
 _MAX_POISON_BYTES = 2**37  # with unified memory the pool is larger than the GPU's memory
-_KERNELS = {"cudnn": (cudnn, "cuDNN", "pallas"), "fa3": (fa3, "fa3", "cudnn")}
+_KERNELS = {
+    "cudnn": (cudnn, "cuDNN", "pallas"),
+    "fa3": (fa3, "fa3", "cudnn"),
+    "pallas": (pallas, "Triton", "blockwise"),
+}
 
 
 def check_packed(
@@ -52,7 +57,7 @@ def check_packed(
     """Compares packed calls with the reference: out, lse and gradients.
 
     Args:
-      kernel: "cudnn" or "fa3".
+      kernel: a key of `_KERNELS`.
       num_heads, num_kv_heads: of the model.
       document_tokens: lengths of the documents of the small problems, negative for gaps between them.
       large_elements: of the queries of the large problem.
@@ -88,13 +93,18 @@ class _Problem(NamedTuple):
     lengths: tuple[int, ...]  # documents in tokens; negative for gaps
     causal: bool  # a rank's own KV block, otherwise a ring step
     samples_rows: bool = False  # only some rows are compared
+    small_shared_memory: bool = False  # of the GPU
 
     @property
     def spec(self) -> AttentionSpec:
         """With the loop over further documents in the small own block, and without it in the other
         problems.
         """
-        return AttentionSpec(causal=self.causal, few_documents=self.samples_rows or not self.causal)
+        return AttentionSpec(
+            causal=self.causal,
+            few_documents=self.samples_rows or not self.causal,
+            small_shared_memory=self.small_shared_memory,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -192,8 +202,10 @@ def _problems(
     """The problems that fit the free memory, and a note if the large one does not."""
     num_heads, num_kv_heads = heads
     num_groups = min(2, num_kv_heads)
+    capability = getattr(device, "compute_capability", None)  # CPUs have none
+    make = functools.partial(_Problem, small_shared_memory=capability in SMALL_SHARED_MEMORY)
     small = [
-        _Problem(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal)
+        make(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal)
         for causal in (True, False)
     ]
     free_bytes = _free_bytes(device)
@@ -204,12 +216,8 @@ def _problems(
         )
     num_tokens = min(-(-large_elements // (num_heads * head_dim)), _MAX_LARGE_TOKENS)
     factor = -(-num_tokens // small[0].num_tokens)
-    return [
-        *small,
-        _Problem(
-            *heads, tuple(factor * length for length in lengths), causal=True, samples_rows=True
-        ),
-    ], ""
+    large = make(*heads, tuple(factor * x for x in lengths), causal=True, samples_rows=True)
+    return [*small, large], ""
 
 
 def measured_error(

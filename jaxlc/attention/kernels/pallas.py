@@ -36,7 +36,6 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges,
 from jaxlc.attention.key_ranges import (
     MAX_HEAD_DIM,
     MIN_BLOCK_TOKENS,
-    SMALL_BLOCK_TOKENS,
     BlockMask,
     Ranges,
     TuningParams,
@@ -528,7 +527,7 @@ def forward_in_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract`."""
 
-    mask = _mask("flash_forward", q_BTNH, k_BLSKH, spec)
+    mask = _params("flash_forward", q_BTNH, k_BLSKH, v_BLSKH, spec).mask
     blocks_per_range = q_BTNH.shape[1] // ranges.start_BT.shape[1] // mask.query_block
     ranges = KeyRanges(*(jnp.repeat(x, blocks_per_range, axis=1) for x in ranges))
     blocks = rectangle_block_ranges(*ranges, mask.kv_block)
@@ -550,28 +549,24 @@ def backward(
 
 def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` with the tuning parameters of its name."""
-    q_BTNH, k = operands[:2]
-    params = KernelParams(
-        mask=_mask(kernel.__name__, q_BTNH, k, spec),
-        scale=spec.scale_for(q_BTNH.shape[-1]),
-        tuning=tuning_params(kernel.__name__, q_BTNH.dtype.name),
-    )
+    q_BTNH, k, v = operands[:3]
+    params = _params(kernel.__name__, q_BTNH, k, v, spec)
     return kernel(*operands, params=params)
 
 
-def _mask(kernel: str, q_BTNH: jax.Array, k: jax.Array, spec: AttentionSpec) -> BlockMask:
-    tuning = tuning_params(kernel, q_BTNH.dtype.name)
-    limits = [spec.query_block_tokens, spec.key_block_tokens]
-    if spec.small_shared_memory:
-        limits = [min(limit, SMALL_BLOCK_TOKENS) for limit in limits]
-    return BlockMask(
+def _params(kernel: str, q_BTNH, k, v, spec: AttentionSpec) -> KernelParams:
+    """The parameters of one call. `k` and `v` may have an axis of layers, as for `flash_forward`."""
+    head_dim = max(q_BTNH.shape[-1], v.shape[-1])
+    tuning = tuning_params(kernel, q_BTNH.dtype.name, head_dim, spec.small_shared_memory)
+    mask = BlockMask(
         causal=spec.causal,
         window=spec.window,
         num_queries=q_BTNH.shape[1],
         num_keys=k.shape[-3],
-        query_block=_block_tokens(limits[0], tuning.query_block_tokens),
-        kv_block=_block_tokens(limits[1], tuning.kv_block_tokens),
+        query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
+        kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
     )
+    return KernelParams(mask=mask, scale=spec.scale_for(q_BTNH.shape[-1]), tuning=tuning)
 
 
 def _block_tokens(limit: int, tuned: int) -> int:
