@@ -391,6 +391,11 @@ def default_config(directory: str, model_type: str) -> dict[str, np.ndarray]:
     return dict(json=np.array(json.dumps(transformers.AutoConfig.for_model(model_type).to_dict())))
 
 
+def read_config(directory: str) -> dict[str, np.ndarray]:
+    """The fields of config.json as transformers reads them, as JSON."""
+    return dict(json=np.array(transformers.AutoConfig.from_pretrained(directory).to_json_string()))
+
+
 def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]:
     """The answer of the text-generation pipeline, its new tokens, and the lengths that the files of
     a model name.
@@ -431,6 +436,7 @@ def main(jobs_path: str) -> None:
             train,
             generate,
             default_config,
+            read_config,
             chat,
         )
     }

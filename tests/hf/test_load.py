@@ -1482,6 +1482,21 @@ def test_config_json_of_random_weights_describes_the_model(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "attentions"),
+    [
+        ("deepseek_v3", dict(first_k_dense_replace=3), {"latent"}),
+        ("nemotron_h", dict(hybrid_override_pattern="M*M*M"), {"mamba2", "nope"}),
+        ("granite_hybrid", dict(layer_types=[FULL] * 3, mamba_conv_bias=False), {"nope"}),
+    ],
+)
+def test_config_json_may_have_settings_of_blocks_that_no_layer_has(
+    name, fields, attentions, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps({**CASES[name].config, **fields}))
+    assert load(ConfigDict({"model": {"init_from": str(tmp_path)}})).model.attentions == attentions
+
+
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
 def test_families_that_transformers_does_not_tie_are_not_tied(name):
     """transformers opens a file without lm_head.weight, whatever tie_word_embeddings is, with random values in it."""

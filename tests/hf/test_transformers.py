@@ -21,10 +21,10 @@ from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.cli import main_of
-from jaxlc.config import load, to_dict
-from jaxlc.config.models.config_json import settings_of
+from jaxlc.config import PRESETS, load, to_dict
+from jaxlc.config.models.config_json import MODEL_TYPE, config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.model_schema import model_from
+from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.language_model import LanguageModel
@@ -550,6 +550,25 @@ def test_absent_fields_of_config_json_have_the_values_of_transformers(tmp_path):
         short = {key: whole[key] for key in (*SIZES, *FIELDS.get(name, ())) if key in whole}
         expected = settings_of(whole, "config.json")
         assert settings_of(dict(short, model_type=name), "config.json") == expected, name
+
+
+def test_config_json_of_random_weights_is_the_same_model_in_transformers(tmp_path):
+    jobs, expected = {}, {}
+    for case, described in CASES.items():
+        settings = settings_of(described.config, "config.json")
+        kinds = settings.pop("kinds", {}).items()
+        own = dict(kinds=tuple(KindConfig(name=name, **x) for name, x in kinds))
+        model = model_from(PRESETS["tiny"].by_path | settings | own)
+        fields = config_json_of(model, None, seq_len=64, dtype="float32")
+        if fields["model_type"] == MODEL_TYPE:
+            continue
+        (tmp_path / case).mkdir()
+        (tmp_path / case / "config.json").write_text(json.dumps(fields))
+        jobs[case] = dict(job="read_config", directory=str(tmp_path / case))
+        expected[case] = fields["model_type"], settings_of(fields, "config.json")
+    for case, result in run_jobs(tmp_path, jobs).items():
+        fields = json.loads(str(result["json"]))
+        assert (fields["model_type"], settings_of(fields, "config.json")) == expected[case], case
 
 
 TINY = {"model": dict(preset="tiny", vocab_size=257), "precision": {"compute": "fp32"}}

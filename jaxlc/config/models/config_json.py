@@ -441,7 +441,7 @@ def _first_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     fixed = {
         name: values[0]
         for name, values in family.required_values.items()
-        if name != "rope_interleaved"
+        if name != "rope_interleaved" and values[0] is not None
     }
     fields = _fields_of(model, family)
     return first | fixed | fields | family.write_kinds(model) | rope_fields(model, family)

@@ -228,7 +228,7 @@ MINIMAX_M2 = Family(
         use_qk_norm=(True,),
         qk_norm_type=("per_layer",),
         shared_intermediate_size=(0,),
-        router_jitter_noise=(0,),
+        router_jitter_noise=(0.0,),
         **{f"layernorm_{x}_beta": (1,) for x in ("full_attention", "mlp")},
     ),
     irrelevant=(
