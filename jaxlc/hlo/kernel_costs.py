@@ -483,11 +483,9 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
         if _is_mosaic(instruction):
             return None  # a loop over calls of a kernel; its products are out . dout
         counts[instruction.opcode.removesuffix("-start")] += times
-        if instruction.opcode == "dot":
-            product = matrix_product(
-                computation, instruction, instruction.attributes["lhs_contracting_dims"]
-            )
-            flops += times * product.flops
+        if instruction.opcode not in _FUSIONS:  # whose bodies are inside, too
+            products = _products(program, computation, instruction)
+            flops += times * sum(product.flops for product in products)
         is_inner = computation.name in bodies
         if is_inner or instruction.opcode not in _CONTROL_FLOW:
             bodies.update(instruction.called)

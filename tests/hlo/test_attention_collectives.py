@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from benchmarks.causal_work import flops_by_rank, imbalance
@@ -212,12 +214,18 @@ LOOP = f"""
 """
 
 
-def test_attention_calls_of_blockwise_loop_are_one_call():
+CUBLAS_DOT = """custom-call(%p.2, %p.2), custom_call_target="__cublas$gemm", backend_config={\
+"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}"""
+
+
+@pytest.mark.parametrize("product", [None, CUBLAS_DOT], ids=["triton", "cublas"])
+def test_attention_calls_of_blockwise_loop_are_one_call(product):
+    loop = re.sub(r"dot\(.*", product, LOOP) if product else LOOP
     text = program(
         "%x = f32[8,4]{1,0} constant({...})",
         f'ROOT %kernel = f32[8,4]{{1,0}} while(%x), condition=%c, body=%tiles, metadata={{op_name="{FORWARD}/while"}},'
         ' backend_config={"known_trip_count":{"n":"3"}}',
-        more=LOOP,
+        more=loop,
     )
     (counted,) = analyze(text).attention_calls
     assert (counted.call.kernel, counted.call.instruction.name, counted.times) == (
