@@ -1,5 +1,7 @@
 import importlib.metadata
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,20 @@ def test_manifest_keeps_the_identifier_of_the_run(tmp_path):
     assert len(after["commit"].rstrip("+")) in (0, 40) and after["num_processes"] == 1
 
 
+def test_copy_of_a_workdir_is_another_run_and_a_moved_one_is_not(tmp_path):
+    """Local checkpoints and the run of Weights & Biases have the name of the identifier."""
+    stages = load_stages(read_config("quickstart"))
+    workdir, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
+    workdir.mkdir()
+    keep_config(workdir, stages)
+    shutil.copytree(workdir, copy)
+    first = read_manifest(workdir)["run_id"]
+    keep_config(copy, stages)
+    keep_config(workdir, stages)
+    keep_config(workdir.rename(moved), stages)
+    assert read_manifest(moved)["run_id"] == first != read_manifest(copy)["run_id"]
+
+
 def test_manifest_of_a_source_tree_that_is_not_installed(monkeypatch):
     def version_of_installed(name: str) -> str:
         if name == "jaxlc":
@@ -77,7 +93,7 @@ def test_manifest_of_a_source_tree_that_is_not_installed(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version_of_installed)
-    assert make_manifest({})["packages"]["jaxlc"] == jaxlc.__version__
+    assert make_manifest({}, Path())["packages"]["jaxlc"] == jaxlc.__version__
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "MANIFEST = {"])

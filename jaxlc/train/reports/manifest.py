@@ -3,6 +3,7 @@ started with besides them: versions, commit, devices.
 """
 
 import ast
+import contextlib
 import importlib.metadata
 import itertools
 import platform
@@ -33,18 +34,19 @@ _PACKAGE = Path(__file__).parents[2]
 _GIT_SECONDS = 5.0
 
 
-def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
+def make_manifest(before: dict[str, Any], workdir: Path) -> dict[str, Any]:
     """The manifest of this start.
 
     Args:
-      before: that of the start before, whose identifier the run keeps.
+      before: that of the start before, whose identifier the run keeps. A copy of a workdir gets a new one.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     # A source tree that is not installed has no metadata. An import of the package, which imports
     # this one, is a cycle.
     versions = dict(jaxlc=sys.modules["jaxlc"].__version__) | versions
     return dict(
-        run_id=before.get("run_id") or uuid.uuid4().hex[:12],
+        run_id=not _is_copy(before, workdir) and before.get("run_id") or uuid.uuid4().hex[:12],
+        workdir=str(workdir.absolute()),
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         command=shlex.join(sys.argv),
         python=platform.python_version(),
@@ -53,6 +55,15 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
         devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         num_processes=jax.process_count(),
     )
+
+
+def _is_copy(before: dict[str, Any], workdir: Path) -> bool:
+    """Whether another directory has the run: its local checkpoints are not those of the copy."""
+    first = Path(str(before.get("workdir", workdir)))
+    with contextlib.suppress(OSError, ValueError):
+        is_run = read_manifest(first).get("run_id") == before.get("run_id")
+        return is_run and not first.samefile(workdir)
+    return False
 
 
 def plan_summary(step: TrainStep, compiled: jax.stages.Compiled) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     if is_changed:
         numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
         kept = path.replace(next(file for file in numbered if not file.exists()))
-    _write(path, text, make_manifest(manifest))
+    _write(path, text, make_manifest(manifest, workdir))
     if not is_changed:
         return None
     before = _settings(kept)
