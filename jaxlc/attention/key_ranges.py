@@ -245,7 +245,7 @@ MAX_BLOCK_RANGES = 8  # ranges in the list of blocks that a program loops over
 
 # Compute capabilities with 99 KiB of shared memory for a block of threads; data-center GPUs have
 # 163 KiB and more. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-SMALL_SHARED_MEMORY = ("8.6", "8.9", "12.0")
+SMALL_SHARED_MEMORY = ("8.6", "8.9", "12.0", "12.1")
 _SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
 
 

@@ -105,6 +105,7 @@ def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     batch, groups, num_kv_heads, _ = q_BGKH.shape
     max_keys = k_BLSKH.shape[2]
     block = min(_BLOCK_KEYS, max_keys)
+    spec = dataclasses.replace(spec, key_block_tokens=block)  # few queries: scores are small
     ends_BG = jnp.broadcast_to(num_keys_B[:, None], (batch, groups))
 
     def add_block(index, out_lse):
