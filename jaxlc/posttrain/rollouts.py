@@ -58,10 +58,12 @@ class Rollouts(DataSource):
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
         prompts, warnings = open_prompts(config, inputs.tokenizer)
         eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
+        content = b"".join(prompt.ids.tobytes() for prompt in prompts)
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
-            fingerprint="rollouts",  # the files are in the order of the steps
+            # the files are in the order of the steps
+            fingerprint="rollouts" + sha256_of(content) * bool(prompts),
             description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
             warnings=(*warnings, *more),
             workdir=inputs.workdir,

@@ -567,6 +567,17 @@ def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path,
     assert rows(tmp_path) == rows(rollouts["workdir"])
 
 
+def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
+    workdir = shutil.copytree(rollouts["workdir"], tmp_path / "run")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(dict(prompt=PROMPTS[0], bonus=0.5)) + "\n")
+    outputs = [
+        train(rollouts["config"], workdir, **rollouts["settings"] | changes)
+        for changes in ({}, dict(rollouts__prompts=prompts, rollouts__prompts_per_step=1))
+    ]
+    assert ["training continues with different seq" in x for x in outputs] == [False, True]
+
+
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):
     """The command gets the directory of each export, again after a resume; a failure is one
     sentence.

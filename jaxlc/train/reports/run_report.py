@@ -286,8 +286,8 @@ def resume_lines(
         )
     if meta["corpus"] != fingerprint:
         lines.append(
-            "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that checkpoint:"
-            " training continues with different sequences, from the same sequence index"
+            "the corpus or the prompts, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that"
+            " checkpoint: training continues with different sequences, from the same sequence index"
         )
     if config.profile.steps and config.profile.traced_steps[-1] <= step:
         lines.append(
