@@ -22,7 +22,14 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core import UserError, processes
 from jaxlc.core.errors import require
-from jaxlc.core.files import displayed, local_path, replacing, sha256_of, write_errors_explained
+from jaxlc.core.files import (
+    displayed,
+    fingerprint_of,
+    local_path,
+    replacing,
+    sha256_of,
+    write_errors_explained,
+)
 from jaxlc.data.sequences.loader import (
     DataSource,
     Inputs,
@@ -58,12 +65,12 @@ class Rollouts(DataSource):
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
         prompts, warnings = open_prompts(config, inputs.tokenizer)
         eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
-        content = b"".join(prompt.ids.tobytes() for prompt in prompts)
+        digests = [sha256_of(prompt.ids.tobytes()) for prompt in prompts]
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
             # the files are in the order of the steps
-            fingerprint="rollouts" + sha256_of(content) * bool(prompts),
+            fingerprint=f"rollouts {fingerprint_of(digests)}",
             description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
             warnings=(*warnings, *more),
             workdir=inputs.workdir,

@@ -44,8 +44,9 @@ def make_manifest(before: dict[str, Any], workdir: Path) -> dict[str, Any]:
     # A source tree that is not installed has no metadata. An import of the package, which imports
     # this one, is a cycle.
     versions = dict(jaxlc=sys.modules["jaxlc"].__version__) | versions
+    run_id = None if _is_copy(before, workdir) else before.get("run_id")
     return dict(
-        run_id=not _is_copy(before, workdir) and before.get("run_id") or uuid.uuid4().hex[:12],
+        run_id=run_id or uuid.uuid4().hex[:12],
         workdir=str(workdir.absolute()),
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         command=shlex.join(sys.argv),
