@@ -1494,7 +1494,11 @@ def test_config_json_may_have_settings_of_blocks_that_no_layer_has(
     name, fields, attentions, tmp_path
 ):
     (tmp_path / "config.json").write_text(json.dumps({**CASES[name].config, **fields}))
-    assert load(ConfigDict({"model": {"init_from": str(tmp_path)}})).model.attentions == attentions
+    model = dict(init_from=str(tmp_path))
+    assert load(ConfigDict(dict(model=model))).model.attentions == attentions
+    model["experts"] = dict(ffn_dim=32)
+    with pytest.raises(UserError, match="experts.ffn_dim=32 has no effect"):
+        load(ConfigDict(dict(model=model)))
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])

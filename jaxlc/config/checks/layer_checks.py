@@ -98,23 +98,16 @@ def unused_problems(config: Config) -> Iterator[str]:
     """Settings of kinds of blocks that no layer has."""
     model = config.model
     layers = [model.layer_config(kind) for kind in model.used_kinds]
-    default_block = FEED_FORWARDS[model.default_feed_forward]
-    is_read = bool(model.init_from)  # a config.json may have settings of blocks that no layer has
-    if not is_read and all(layer.feed_forward != default_block.name for layer in layers):
-        yield (
-            f"the settings of {default_block.layers} have no effect, since the layers of all kinds have another"
-            " feed_forward (config.model.kinds); remove them"
-        )
     values = flattened(to_dict(config))
     defaults = flattened({section: defaults_of(part) for section, part in SECTIONS.items()})
     for block in blocks():
-        if block is default_block or any(block in blocks_of(layer) for layer in layers):
+        if any(block in blocks_of(layer) for layer in layers):
             continue
         for setting in block.only_with if isinstance(block, HasOwnSettings) else ():
             value = values[setting]
             default = defaults[setting]
-            is_of_model = setting.startswith("model.")
-            if value != default and not (is_read and is_of_model):
+            if value != default:
+                is_of_model = setting.startswith("model.")
                 reason = f"has no effect, since the model has no {block.layers}"
                 advice = (
                     "" if is_of_model else f", as with --config.{setting}={as_argument(default)}"

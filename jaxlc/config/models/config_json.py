@@ -16,7 +16,8 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxlc.config.kinds import MIXERS, experts, mixers_by_layer_kind
+from jaxlc.config.kinds import MIXERS, blocks, experts, mixers_by_layer_kind
+from jaxlc.config.kinds.contract import HasOwnSettings
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
 from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.model_schema import (
@@ -351,6 +352,12 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     kinds = {*first, *group}
     mixed = {family.kinds.get(kind, {}).get("attention", kind) for kind in kinds}
     settings |= dict.fromkeys(_unused_sizes(family, mixed), 0)
+    default = experts.ExpertsKind.name if settings.get("experts.num_experts") else "dense"
+    feed_forwards = {family.kinds.get(x, {}).get("feed_forward", default) for x in kinds}
+    for block in blocks():  # a file may have settings of blocks that no layer has
+        if block.name not in feed_forwards | _mixers(mixed) and isinstance(block, HasOwnSettings):
+            for setting in block.only_with:
+                settings.pop(setting.removeprefix("model."), None)
     window = (
         config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     )
@@ -615,10 +622,13 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     return fields | family.write_settings(model)
 
 
+def _mixers(kinds: Collection[str]) -> set[str]:
+    return {name for kind in kinds for name in mixers_by_layer_kind().get(kind, ())}
+
+
 def _unused_sizes(family: Family, kinds: Collection[str]) -> list[str]:
     """Sizes in the fields of a family of mixers that no layer has."""
-    used = {name for kind in kinds for name in mixers_by_layer_kind().get(kind, ())}
-    unused = (mixer for name, mixer in MIXERS.items() if name not in used)
+    unused = (mixer for name, mixer in MIXERS.items() if name not in _mixers(kinds))
     return [name for mixer in unused for name in mixer.sizes if name in family.fields.values()]
 
 
