@@ -34,6 +34,8 @@ from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
+_WIDTH = 128  # of `_widened`
+
 
 class ExpertsIndex(nnx.Variable):
     """float32 scalar: the index of a layer among those with experts. An input like the parameters;
@@ -309,6 +311,10 @@ def run_stack(
       x_BTD, and the sums of the layers [layers that return it], in their order.
     """
     stacks = Stacks.split(layers, is_frozen)
+    all_frozen = stacks.params.frozen
+    if not context.shard.weights_on_host:
+        params = LayerParams(stacks.params.trainable, jax.tree.map(_widened, all_frozen))
+        stacks = stacks._replace(params=params)
     places = stacks.places(segment.kinds)
     run_layer = context.run_layer
     shard = context.shard
@@ -319,7 +325,10 @@ def run_stack(
     def run_one(place, x_BTD, params, shared, prefetch=None):
         tokens, ranges = shared
         # for `offloaded_layers`
-        params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))
+        frozen = jax.lax.stop_gradient(params.frozen)
+        if not shard.weights_on_host:
+            frozen = jax.tree.map(_narrowed, frozen, all_frozen[place.stack])
+        params = LayerParams(params.trainable, frozen)
         layer_def = stacks.defs[place.stack]
         return run_layer[place.kind](
             layer_def, params, x_BTD, tokens, ranges[place.kind], prefetch, shard=shard
@@ -362,6 +371,21 @@ def run_stack(
             lambda x_BTD, params: tuple(run(x_BTD, params, shared)[0]), x_BTD, params
         )
     return LayerOutput(x_BTD, _in_layer_order(sums if isinstance(sums, list) else [sums]))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """`x` of all layers, with several equal entries for each layer if there is one, as in NF4.
+
+    XLA computes a slice of one entry and the index of the iteration in one kernel, and then does
+    not recognize slices of offloaded activations as copies for the copy engines.
+    """
+    return jnp.tile(x.reshape(-1, 1), _WIDTH) if x.size == len(x) else x
+
+
+def _narrowed(x: jax.Array, stacked: jax.Array) -> jax.Array:
+    """The array of one layer, from a slice of `_widened(stacked)`."""
+    shape = stacked.shape[1:]
+    return x if x.shape == shape else x[0].reshape(shape)
 
 
 def _in_layer_order(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:

@@ -38,6 +38,7 @@ from jaxlc.step.update import learning_rate_schedule, make_optimizer
 from jaxlc.step.verify_compiled import place_state
 from tests.plan import gpus
 from tests.step.synthetic import (
+    HYBRID,
     MIXED_KINDS,
     make_batch,
     natural_rows,
@@ -420,3 +421,18 @@ def test_weight_prefetch_overlaps_attention_of_previous_layer(memory):
     assert all(overlapping == {"forward"} for overlapping in forward)
     assert all("backward" in overlapping for overlapping in backward)
     assert not any(overlapping for loop in update_fetches for overlapping in loop)
+
+
+@pytest.mark.full
+@pytest.mark.gpu_compiler
+def test_copy_engines_move_offloaded_activations_of_quantized_layers_in_groups():
+    """Groups of two kinds of layers; each matrix in NF4 has a number for each layer."""
+    config = gpus.small_config()
+    config.model.update(num_layers=4, **HYBRID)
+    config.mesh.update(context=1, tensor=1)
+    config.lora.rank = 4
+    config.precision.frozen = "nf4"
+    config.memory.update(remat="full", offload=("residual",), tile_tokens=512)
+    config = load(config)
+    step = build_step(config, make_mesh(topology("h100:1x1"), config.mesh))
+    verify_compiled.check_host_copies(compile_step(step).program)
