@@ -451,7 +451,7 @@ def test_gpus_that_triton_kernels_do_not_support_are_refused():
         device = SimpleNamespace(device_kind="GPU", compute_capability=capability)
         return SimpleNamespace(devices=np.array([device]))
 
-    problem = "8.0 or higher but 8.6, 8.9, 12.0, and GPU has 8.9; .*expert_kernel=blocks"
+    problem = "8.0 or higher but 8.6, 8.9, 12.0, 12.1, and GPU has 8.9; .*expert_kernel=blocks"
     with pytest.raises(UserError, match=problem):
         kernel_checks.build_step(_kernel_config("pallas"), mesh("8.9"))
     delta = small_config(model=HYBRID | DELTA_DIMS, runtime=dict(delta_kernel="pallas"))
