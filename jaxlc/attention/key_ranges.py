@@ -249,6 +249,11 @@ SMALL_SHARED_MEMORY = ("8.6", "8.9", "12.0", "12.1")
 _SMALL_BLOCK_TOKENS = 64  # the largest blocks of half precision that fit 99 KiB
 
 
+def has_small_shared_memory(device: jax.Device) -> bool:
+    """Whether the device is in SMALL_SHARED_MEMORY; CPUs have no compute capability."""
+    return getattr(device, "compute_capability", None) in SMALL_SHARED_MEMORY
+
+
 def tuning_params(
     kernel: str, dtype: str, head_dim: int, small_shared_memory: bool
 ) -> TuningParams:

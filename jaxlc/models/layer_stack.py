@@ -326,8 +326,7 @@ def run_stack(
         tokens, ranges = shared
         # for `offloaded_layers`
         frozen = jax.lax.stop_gradient(params.frozen)
-        if not shard.weights_on_host:
-            frozen = jax.tree.map(_narrowed, frozen, all_frozen[place.stack])
+        frozen = jax.tree.map(_narrowed, frozen, all_frozen[place.stack])
         params = LayerParams(params.trainable, frozen)
         layer_def = stacks.defs[place.stack]
         return run_layer[place.kind](
@@ -383,7 +382,7 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _narrowed(x: jax.Array, stacked: jax.Array) -> jax.Array:
-    """The array of one layer, from a slice of `_widened(stacked)`."""
+    """The array of one layer, from a slice of `stacked` or of `_widened(stacked)`."""
     shape = stacked.shape[1:]
     return x if x.shape == shape else x[0].reshape(shape)
 

@@ -589,7 +589,9 @@ def _check_attention(step: TrainStep, device: jax.Device) -> list[str]:
 
 
 def _is_checked(kernel: str, layer: ModelConfig, config: Config) -> bool:
-    """Whether no GPU of ours has run such calls, or their results depend on a library's version."""
+    """Whether the kernel is compared with the reference: no GPU has run such calls of it yet, or
+    their results depend on the version of a library.
+    """
     if kernel == "pallas":
         return layer.attention.head_dim > WIDE_HEAD_DIM
     return kernel == "fa3" or (kernel == "cudnn" and config.attention.document_mask)

@@ -20,7 +20,7 @@ from jaxlib.triton import dialect as triton_dialect
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import packed_check, pallas, reference
 from jaxlc.attention.kernels.choose import KernelSelection
-from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY, TokenInfo, key_ranges
+from jaxlc.attention.key_ranges import TokenInfo, has_small_shared_memory, key_ranges
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from jaxlc.step import step as train_step
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
@@ -260,8 +260,7 @@ def test_pallas_compiles_for_absent_gpus(gpu, head_dim):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
         _abstract_operands(2048, 8, 2, head_dim),
     )
-    capability = mesh.devices.flat[0].compute_capability
-    spec = AttentionSpec(small_shared_memory=capability in SMALL_SHARED_MEMORY)
+    spec = AttentionSpec(small_shared_memory=has_small_shared_memory(mesh.devices.flat[0]))
     on_device = jax.shard_map(
         functools.partial(_both, spec=spec),
         mesh=mesh,

@@ -1159,7 +1159,7 @@ def test_config_json_rope_is_that_of_transformers(changes, expected):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("hidden_size", "32", "has hidden_size='32': expected an integer from 1 to 2"),
+        ("hidden_size", "32", "has hidden_size='32': expected an integer from 1 to 2^31 - 1"),
         ("rope_theta", [10000], "has rope_theta=[10000]: expected a finite number greater than 0"),
         ("tie_word_embeddings", "no", "has tie_word_embeddings='no': expected true or false"),
         ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a finite number"),

@@ -252,7 +252,7 @@ def test_adapters_of_another_base_are_named(base, is_other, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(r="4"), "has r='4': expected an integer from 1 to 2"),
+        (dict(r="4"), r"has r='4': expected an integer from 1 to 2\^31 - 1"),
         (dict(lora_alpha=-8), "has lora_alpha=-8: expected a finite number greater than 0"),
         (dict(use_rslora="false"), "has use_rslora='false': expected true or false"),
         (dict(r=None), "has no field r"),

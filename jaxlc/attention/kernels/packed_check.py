@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, fa3, pallas, reference
-from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY, TokenInfo, key_ranges
+from jaxlc.attention.key_ranges import TokenInfo, has_small_shared_memory, key_ranges
 from jaxlc.core import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
@@ -202,8 +202,7 @@ def _problems(
     """The problems that fit the free memory, and a note if the large one does not."""
     num_heads, num_kv_heads = heads
     num_groups = min(2, num_kv_heads)
-    capability = getattr(device, "compute_capability", None)  # CPUs have none
-    make = functools.partial(_Problem, small_shared_memory=capability in SMALL_SHARED_MEMORY)
+    make = functools.partial(_Problem, small_shared_memory=has_small_shared_memory(device))
     small = [
         make(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal)
         for causal in (True, False)

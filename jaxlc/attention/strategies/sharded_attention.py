@@ -447,14 +447,13 @@ def attention_spec(
 ) -> AttentionSpec:
     """For kernels on the first device of the mesh; None: `jax.devices()[0]`."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    capability = getattr(device, "compute_capability", None)
     return AttentionSpec(
         causal=causal,
         window=window,
         scale=scale,
         query_block_tokens=config.query_block_tokens,
         key_block_tokens=config.key_block_tokens,
-        small_shared_memory=capability in key_ranges.SMALL_SHARED_MEMORY,
+        small_shared_memory=key_ranges.has_small_shared_memory(device),
     )
 
 

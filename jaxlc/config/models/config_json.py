@@ -353,9 +353,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     mixed = {family.kinds.get(kind, {}).get("attention", kind) for kind in kinds}
     settings |= dict.fromkeys(_unused_sizes(family, mixed), 0)
     default = experts.ExpertsKind.name if settings.get("experts.num_experts") else "dense"
-    feed_forwards = {family.kinds.get(x, {}).get("feed_forward", default) for x in kinds}
+    used = {family.kinds.get(kind, {}).get("feed_forward", default) for kind in kinds}
+    used |= _mixers(mixed)
     for block in blocks():  # a file may have settings of blocks that no layer has
-        if block.name not in feed_forwards | _mixers(mixed) and isinstance(block, HasOwnSettings):
+        if block.name not in used and isinstance(block, HasOwnSettings):
             for setting in block.only_with:
                 settings.pop(setting.removeprefix("model."), None)
     window = (

@@ -38,7 +38,7 @@ def make_manifest(before: dict[str, Any], workdir: Path) -> dict[str, Any]:
     """The manifest of this start.
 
     Args:
-      before: that of the start before, whose identifier the run keeps. A copy of a workdir gets a new one.
+      before: the manifest of the start before. A run keeps its identifier; a copy of its workdir gets a new one.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     # A source tree that is not installed has no metadata. An import of the package, which imports
@@ -59,7 +59,7 @@ def make_manifest(before: dict[str, Any], workdir: Path) -> dict[str, Any]:
 
 
 def _is_copy(before: dict[str, Any], workdir: Path) -> bool:
-    """Whether another directory has the run: its local checkpoints are not those of the copy."""
+    """Whether another directory has the run. Its local checkpoints must not be shared with a copy."""
     first = Path(str(before.get("workdir", workdir)))
     with contextlib.suppress(OSError, ValueError):
         is_run = read_manifest(first).get("run_id") == before.get("run_id")
