@@ -270,20 +270,23 @@ def explained(config: RuntimeConfig) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         device = jax.local_devices()[0]
-        stats = device.memory_stats() if device.platform == "gpu" else None
-        problem = out_of_memory(str(error), config, stats or {}, os.environ)
+        stats = device.memory_stats() or {} if device.platform == "gpu" else None
+        problem = out_of_memory(str(error), config, stats, os.environ)
         if problem is None:
             raise
         raise UserError(problem) from error
 
 
 def out_of_memory(
-    message: str, config: RuntimeConfig, stats: Mapping[str, int], environment: Mapping[str, str]
+    message: str,
+    config: RuntimeConfig,
+    stats: Mapping[str, int] | None,
+    environment: Mapping[str, str],
 ) -> str | None:
     """An explanation of JAX's error `message`, with advice; None if it is not about memory.
 
     Args:
-      stats: `jax.Device.memory_stats()` of a local GPU, or empty.
+      stats: `jax.Device.memory_stats()` of a local GPU, or empty; None on a CPU, which has no pools.
     """
     is_outside = any(name in message for name in _OUTSIDE) and "out of memory" in message.lower()
     if "RESOURCE_EXHAUSTED" not in message and not is_outside:
@@ -295,6 +298,8 @@ def out_of_memory(
         if need_bytes
         else "an array does not fit into"
     )
+    if stats is None:
+        return f"out of memory: {problem} this machine's memory; use a smaller model or shorter sequences"
     if _HOST_LIMIT in message or "host memory" in message.lower():
         pool_gib = int(environment.get(_HOST_LIMIT) or DEFAULT_HOST_GIB)
         enough_gib = math.ceil(pool_gib + need_bytes / 2**30)

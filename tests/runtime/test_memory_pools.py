@@ -95,6 +95,12 @@ def test_prepare_environment_takes_precedence(name):
             dict(XLA_CLIENT_MEM_FRACTION="0.95"),
             "of each GPU's memory; lower XLA_CLIENT_MEM_FRACTION, now 0.95, for NCCL",
         ),
+        (
+            "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
+            None,
+            {},
+            "16.00 GiB more do not fit into this machine's memory",
+        ),
     ],
 )
 def test_out_of_memory_names_pool_need_and_setting(message, stats, environment, words):
@@ -158,7 +164,7 @@ def test_explained_leaves_other_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID"), explained(RuntimeConfig()):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
     with (
-        pytest.raises(UserError, match="out of GPU memory: 2.00 GiB more do not fit"),
+        pytest.raises(UserError, match="2.00 GiB more do not fit into this machine's memory"),
         explained(RuntimeConfig()),
     ):
         raise jax.errors.JaxRuntimeError(
