@@ -2,6 +2,7 @@
 device memory.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +52,11 @@ def rate_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def more_rate_rows(sizes: Sizes) -> Iterator[Row]:
-    """Other lengths, no mask, and other kernels."""
+    """Other head dims, other lengths, no mask, and other kernels."""
     first, others = sizes.rate_tokens[:2], sizes.rate_tokens[2:]
+    for heads in sizes.rate_heads:
+        other_sizes = dataclasses.replace(sizes, heads=heads)
+        yield from _rows_of_lengths(other_sizes, first[:1], causal=True, is_chosen=is_main)
     yield from _rows_of_lengths(sizes, others, causal=True)
     yield from _rows_of_lengths(sizes, first, causal=False)
     yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=lambda name: not is_main(name))
@@ -73,7 +77,11 @@ def _rows_of_lengths(
             for which in ("forward", "backward"):
                 if getattr(candidate, which) is not None:
                     labels = dict(
-                        kernel=candidate.name, tokens=num_tokens, causal=causal, which=which
+                        kernel=candidate.name,
+                        heads=str(sizes.heads),
+                        tokens=num_tokens,
+                        causal=causal,
+                        which=which,
                     )
                     pairs = num_tokens * (num_tokens + 1) / 2 if causal else float(num_tokens) ** 2
                     measure = functools.partial(_rate, sizes, candidate, num_tokens, pairs, which)

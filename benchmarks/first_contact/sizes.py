@@ -40,6 +40,10 @@ class Sizes:
     check_tokens: tuple[int, ...] = (32_768, 131_072)
     # Rates, workspace, long sequences, ring steps.
     rate_tokens: tuple[int, ...] = (16_384, 131_072, 4096, 65_536)  # the most important first
+    rate_heads: tuple[Heads, ...] = (  # in addition to `heads`
+        Heads(num_heads=16, num_kv_heads=4, head_dim=256),  # as in Qwen3.5-9B
+        Heads(num_heads=64, num_kv_heads=8, head_dim=64),  # as in gpt-oss-20b
+    )
     blockwise_max_tokens: int = 16_384
     workspace_tokens: tuple[int, ...] = (16_384, 131_072, 524_288, 1_048_576)
     workspace_heads: tuple[Heads, ...] = (
@@ -113,7 +117,8 @@ class Sizes:
 _SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
 DRY_RUN = Sizes(
     is_dry_run=True, dtype="float32", heads=_SMALL, num_calls=2, repeats=1, oracle_tokens=64, oracle_window=20,
-    oracle_heads=(), oracle_dtypes=(), check_tokens=(64,), rate_tokens=(64,), blockwise_max_tokens=64,
+    oracle_heads=(), oracle_dtypes=(), check_tokens=(64,), rate_tokens=(64,), rate_heads=(_SMALL,),
+    blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     experts=(4, 16, 8, 32, 2),
