@@ -21,6 +21,7 @@ import numpy as np
 
 import jaxlc
 from jaxlc.cli.flags import ModelFlags, SamplingFlags, import_jax, mesh_sizes, settings_in
+from jaxlc.config import ModelConfig
 from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.schema import EvalSettings, SamplingSettings
@@ -268,10 +269,10 @@ class LogprobsFlags(ModelFlags):
     [--entropy] [--experts] [--top_k=0] [--tokenizer=DIRECTORY]
 
     Adds the log-probabilities of the tokens in the loss to traces: under the model of a run, of a
-    Hugging Face directory, or of a vLLM server. The output has one JSON line per record, in order, and a run that is
-    interrupted resumes after the last one. What the values depend on, such as the model, is in
-    OUT.header.json: the command does not add to values of something else. Logits exist for a chunk of
-    tokens at a time.
+    Hugging Face directory, or of a vLLM server. The output has one JSON line per record, in order. It is
+    OUT.partial until it is complete, and a run that is interrupted resumes after its last record. What the values
+    depend on, such as the model, is in OUT.header.json: the command does not add to values of something else. Logits
+    exist for a chunk of tokens at a time.
     """
 
     positional = ("source", "traces", "out")
@@ -335,25 +336,18 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
         temperature=flags.temperature, entropy=flags.entropy, **(dict(experts=True) if flags.experts else {}),
         **(dict(top_k=flags.top_k) if flags.top_k else {}),
     )  # fmt: skip
-    if flags.experts and not run.config.model.layers_with_experts:
-        raise UserError(
-            f"--experts needs a model with experts, and {flags.source} has none; remove it"
-        )
-    if flags.top_k > run.config.model.vocab_size:
-        raise UserError(
-            f"--top_k={flags.top_k} is more than the {run.config.model.vocab_size} tokens of the model; use a smaller"
-            " number"
-        )
+    _check_model(flags, run.config.model)
     num_records = 0
     with (
-        contextlib.ExitStack() as lock,
+        contextlib.ExitStack() as files,
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
-        # Other processes than 0 compute the same records and write none.
-        open(os.devnull if jax.process_index() else out, "a", encoding="utf-8") as file,
         progress_lines("scoring records", is_shown=jax.process_index() == 0) as update,
     ):
         # Processes must agree, also on file systems that show them different states of the file.
-        num_done = on_process_0(lambda: _num_records(out, header, lock))
+        num_done = on_process_0(lambda: _num_records(out, header, files))
+        # Other processes than 0 compute the same records and write none.
+        path = os.devnull if jax.process_index() else _unfinished(out)
+        file = files.enter_context(open(path, "a", encoding="utf-8"))
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
@@ -362,6 +356,7 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             update(num_records - num_done, 0)
+        on_process_0(lambda: _unfinished(out).replace(out))
     for warning in encoder.notes.lines(str(source)):
         print_to_stderr(f"warning: {warning}")
     print(
@@ -378,6 +373,19 @@ def _check_server(flags: LogprobsFlags) -> None:
     for name in unused if flags.is_server else ("tokenizer", "server_seconds"):
         if getattr(flags, name) != getattr(LogprobsFlags, name):
             raise UserError(f"--{name} has no effect with the source {flags.source}; remove it")
+
+
+def _check_model(flags: LogprobsFlags, model: ModelConfig) -> None:
+    """Raises UserError if the model lacks what a flag asks for."""
+    if flags.experts and not model.layers_with_experts:
+        raise UserError(
+            f"--experts needs a model with experts, and {flags.source} has none; remove it"
+        )
+    if flags.top_k > model.vocab_size:
+        raise UserError(
+            f"--top_k={flags.top_k} is more than the {model.vocab_size} tokens of the model; use a smaller"
+            " number"
+        )
 
 
 def _served(flags: LogprobsFlags) -> SimpleNamespace:
@@ -445,6 +453,11 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
+def _unfinished(out: Path) -> Path:
+    """The file that records are added to: OUT.partial, which training does not read. It becomes `out` at the end."""
+    return out if out.is_file() and out.stat().st_size else out.with_name(f"{out.name}.partial")
+
+
 def _num_records(out: Path, header: dict[str, Any], lock: contextlib.ExitStack) -> int:
     """Records that an earlier run wrote; removes a line that it did not finish. Writes the header
     of a new file.
@@ -457,16 +470,17 @@ def _num_records(out: Path, header: dict[str, Any], lock: contextlib.ExitStack) 
     problem = f" writes to {out}: wait for its end, or use another OUT"
     lock.enter_context(locked_at_once(out.with_suffix(".lock"), problem))
     path = out.with_suffix(".header.json")
-    if not out.is_file() or not out.stat().st_size:
+    unfinished = _unfinished(out)
+    if not unfinished.is_file() or not unfinished.stat().st_size:
         with replacing(path) as file:
             file.write(json.dumps(header, indent=2).encode())
         return 0
     if changed := difference(read_json_file(path) if path.is_file() else {}, header):
         raise UserError(
-            f"{out} was made with something else, according to {path.name} ({changed}): use another OUT, or remove the"
-            " file"
+            f"{unfinished} was made with something else, according to {path.name} ({changed}): use another OUT, or"
+            " remove the file"
         )
-    with out.open("rb+") as file:
+    with unfinished.open("rb+") as file:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))
     return len(lengths)

@@ -170,7 +170,8 @@ def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_pa
         np.testing.assert_array_equal(recorded, np.float32(own))
     # a run that is killed while it writes the second record asks for each of the others once
     whole, lines = out.read_bytes(), out.read_bytes().splitlines(keepends=True)
-    out.write_bytes(lines[0] + lines[1][:9])
+    partial = out.rename(tmp_path / "out.jsonl.partial")
+    partial.write_bytes(lines[0] + lines[1][:9])
     standin.log.clear()
     assert logprobs_main(command) == 0 and out.read_bytes() == whole
     asked = [x["prompt"] for path, x in standin.log if path == "/v1/completions"]
@@ -180,6 +181,12 @@ def test_logprobs_of_a_server_are_the_values_that_training_reads(standin, tmp_pa
     with locked(out.with_suffix(".lock"), pytest.fail):
         assert logprobs_main(command) == 2 and out.read_bytes() == whole
     assert f"writes to {out}: wait for its end, or use another" in capsys.readouterr().err
+    # records before an error are no output that training reads
+    with (tmp_path / "traces.jsonl").open("a") as traces:
+        traces.write('{"prompt": 1}\n')
+    command[3] = str(tmp_path / "other.jsonl")
+    assert logprobs_main(command) == 2 and not (tmp_path / "other.jsonl").exists()
+    assert (tmp_path / "other.jsonl.partial").read_bytes() == whole
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["jaxlc logprobs", str(write_untrained_run(directory / "run")), str(source), str(out)]
     assert logprobs_main([*command, "--field=old_log_probs", "--entropy"]) == 0
     content = out.read_text()
-    out.write_text(content[: len(content) * 2 // 3])  # as after a kill, in the middle of a line
+    out.unlink()  # as after a kill, in the middle of a line
+    out.with_name("scored.jsonl.partial").write_text(content[: len(content) * 2 // 3])
     assert logprobs_main([*command, "--field=old_log_probs", "--entropy"]) == 0
     assert out.read_text() == content
     return out
