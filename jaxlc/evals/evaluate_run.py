@@ -28,7 +28,7 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core import UserError
-from jaxlc.core.files import fingerprint_of, local_path, locked_at_once
+from jaxlc.core.files import fingerprint_of, local_path, locked, locked_at_once
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
@@ -60,6 +60,7 @@ from jaxlc.generation.generate_text import (
     warn_beyond_context,
 )
 from jaxlc.generation.generator import Generator
+from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import on_process_0
 from jaxlc.step.language_model import LanguageModel, TrainedModel
 from jaxlc.step.step import TrainStep
@@ -250,20 +251,39 @@ class EvaluatedModel:
     generator: Callable[[], Generator]  # the same one in every call
     stops: Stops
     directory: Path  # where its results are written
-    replaces: bool = False  # results of another identity are replaced instead of refused
+    # During training: prints a line. Results of another identity are replaced, and another evaluation into
+    # the directory is waited for. None: both are refused.
+    log: Callable[[str], None] | None = None
 
     def evaluate(self, settings: EvalsConfig, report: Report) -> list[ScoreRow]:
         """Evaluates the model, writes the scores, and returns them; `report` is called with each
         score.
+
+        Raises:
+          LockHeld: another evaluation writes to the directory; the scores of one would be lost.
         """
-        fingerprint = model_fingerprint(self.model.config, self.model.params)
-        rows = []
-        for row in self._rows(settings, fingerprint):
-            rows.append(replace(row, model=fingerprint))
-            report(rows[-1])
-        if jax.process_index() == 0:
-            store_scores(self.directory, rows)
-        return rows
+        with contextlib.ExitStack() as lock:
+            with watchdog.phase("another evaluation", repeats=False):
+                on_process_0(lambda: lock.enter_context(self._locked()))
+            fingerprint = model_fingerprint(self.model.config, self.model.params)
+            rows = []
+            for row in self._rows(settings, fingerprint):
+                rows.append(replace(row, model=fingerprint))
+                report(rows[-1])
+            if jax.process_index() == 0:
+                store_scores(self.directory, rows)
+            return rows
+
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
+        """Holds the lock of the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / "evaluation.lock"
+        if (log := self.log) is not None:
+            return locked(
+                path, lambda holder: log(f"waiting for {holder}, which writes to {self.directory}")
+            )
+        problem = f" writes to {self.directory}: wait for its end, or use another --out"
+        return locked_at_once(path, problem)
 
     def _rows(self, settings: EvalsConfig, fingerprint: str) -> Iterator[ScoreRow]:
         tokenizer = self.encode.tokenizer
@@ -273,7 +293,7 @@ class EvaluatedModel:
             directory=self.directory,
             identity=dict(identity),
             batch_size=settings.batch_size,
-            replaces=self.replaces,
+            replaces=self.log is not None,
         )
         documents_name = "+".join(Path(path).stem for path in settings.documents)
         for length in settings.lengths if LOSS in settings.tasks else ():
@@ -349,28 +369,18 @@ def evaluate_run(
     """Evaluates the model of `result`; see `jaxlc.evaluate`.
 
     Raises:
-      LockHeld: another call writes to the directory of these results; its scores would be lost.
+      LockHeld: as `EvaluatedModel.evaluate`.
     """
     warn_beyond_context(result, max(settings.lengths))
     encode = encoder_of(result, chat=settings.chat, chat_template=chat_template)
-    directory = out / f"step-{result.step}"
     model = EvaluatedModel(
         model=result.model,
         encode=encode,
         generator=lambda: generator_of(result),
         stops=stops_for(result, encode.template),
-        directory=directory,
+        directory=out / f"step-{result.step}",
     )
-    problem = f" writes to {directory}: wait for its end, or use another --out"
-
-    with contextlib.ExitStack() as lock:
-
-        def hold_lock() -> None:
-            directory.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(locked_at_once(directory / "evaluation.lock", problem))
-
-        on_process_0(hold_lock)
-        return model.evaluate(settings, report)
+    return model.evaluate(settings, report)
 
 
 class NamedScore(NamedTuple):
@@ -446,7 +456,7 @@ class TrainingScorer:
             generator=generator,
             stops=stops_of(config, self._encode.tokenizer, workdir, self._encode.template),
             directory=out / f"step-{step}",
-            replaces=True,
+            log=log,
         )
         try:
             rows = evaluated.evaluate(self._settings, report=lambda row: log(str(row)))

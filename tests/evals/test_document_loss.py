@@ -1,5 +1,6 @@
 """Loss by position, of the last tokens, and the gain of full context, against float64 in NumPy."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,10 @@ import pytest
 import jaxlc
 from jaxlc.cli import main_of
 from jaxlc.config import EvalsConfig
+from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import locked
+from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.evals.document_loss import (
     DocumentLosses,
@@ -21,7 +25,9 @@ from jaxlc.evals.document_loss import (
     read_cut_documents,
     stored_losses,
 )
+from jaxlc.evals.evaluate_run import EvaluatedModel
 from jaxlc.evals.predictions import read_scores
+from jaxlc.generation.generate_text import PromptEncoder
 from jaxlc.train import result as loaded_run
 from tests.train import runs
 
@@ -126,6 +132,29 @@ def test_interrupted_evaluation_computes_the_missing_documents(run, texts, tmp_p
     assert path.read_text() == "".join(lines)
     with pytest.raises(UserError, match=r"settings \(documents"):
         jaxlc.evaluate(result, **settings | dict(num_examples=3), out=tmp_path)
+
+
+def test_training_waits_for_another_evaluation_of_the_step(run, texts, tmp_path):
+    result = jaxlc.load(run, mesh=dict(context=1))
+    said = []
+    with contextlib.ExitStack() as other:
+
+        def log(line: str) -> None:
+            said.append(line)
+            other.close()
+
+        other.enter_context(locked(tmp_path / "evaluation.lock", pytest.fail))
+        model = EvaluatedModel(
+            model=result.model,
+            encode=PromptEncoder(tokenizer=result.tokenizer),
+            generator=pytest.fail,
+            stops=Stops([], []),
+            directory=tmp_path,
+            log=log,
+        )
+        settings = _settings(texts, context_limits=[], num_examples=1)
+        assert model.evaluate(eval_settings(settings), report=lambda _: None)
+    assert len(said) == 1 and f"waiting for process {os.getpid()} on " in said[0]
 
 
 def test_results_belong_to_the_content_of_model_and_documents(run, texts, tmp_path):
