@@ -1,6 +1,7 @@
 """The verbs for the stored weights of a run: `checkpoint` and `export`."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,8 +25,8 @@ class CheckpointFlags(VerbFlags):
     ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is
     incomplete or was unreadable. verify reads all arrays of the checkpoints, in host memory and one at
     a time, and compares them with their checksums; its exit status is 1 if one of them is damaged. rm
-    deletes the checkpoints of these steps, but never all of them, and with --incomplete what killed
-    runs have left. No accelerator is used.
+    deletes the checkpoints of these steps, after it has read the latest one that is kept, and with
+    --incomplete what killed runs have left. No accelerator is used.
     """
 
     positional = ("action", "workdir")
@@ -102,17 +103,36 @@ def _remove(directory: Path, flags: CheckpointFlags) -> int:
         )
     if not flags.incomplete:
         existing_step(directory, None)
-    if flags.steps and not set(committed_steps(directory)) - set(flags.steps):
+    kept = set(committed_steps(directory)) - set(flags.steps)
+    if flags.steps and not kept:
         raise UserError(
             f"these are all checkpoints of the run: keep one, or delete the directory {displayed(directory)}"
         )
     with no_run_in(directory.parent):
+        if flags.steps:
+            _check_one_is_valid(directory, sorted(kept, reverse=True))
         paths = [directory / str(step) for step in dict.fromkeys(flags.steps)]
         paths += leftovers(directory) if flags.incomplete else []
         for path in paths:
             remove(path)
     print(f"deleted {', '.join(path.name for path in paths) or 'nothing'}")
     return 0
+
+
+def _check_one_is_valid(directory: Path, steps: Sequence[int]) -> None:
+    """Raises UserError if no checkpoint of these steps is valid; it reads them until one is."""
+    from jaxlc.checkpoints.files import problem_of
+
+    problems = []
+    for step in steps:
+        with progress_lines(f"reading step {step}, which is kept"):
+            problem = problem_of(directory / str(step))
+        if problem is None:
+            return
+        problems.append(f"step {step}: {problem}")
+    raise UserError(
+        f"no checkpoint that would be kept is valid ({'; '.join(problems)}): keep another one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

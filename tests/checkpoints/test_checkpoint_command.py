@@ -95,6 +95,17 @@ def test_remove_deletes_the_named_checkpoints_only(workdir, capsys):
     assert (checkpoints.Run(directory).restore()[0].step == jnp.int32(10)).all()
 
 
+def test_remove_keeps_all_if_those_that_remain_are_damaged(workdir, capsys):
+    checkpoints.flip_a_bit(checkpoints.Run(workdir / "checkpoints"), 20)
+    assert run("rm", workdir, "--steps=10") == 2
+    error = capsys.readouterr().err
+    assert (
+        "no checkpoint that would be kept is valid (step 20: " in error
+        and ": keep another" in error
+    )
+    assert problem_of(workdir / "checkpoints" / "10") is None
+
+
 def test_remove_while_a_run_trains_raises(workdir, capsys):
     with locked(workdir / LOCK_FILE, pytest.fail):
         imports = "from jaxlc.cli import main_of"
