@@ -2,11 +2,13 @@ import importlib.metadata
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import jaxlc
 from jaxlc.config import load_stages, read_config
+from jaxlc.train.reports import manifest
 from jaxlc.train.reports.manifest import (
     differing_kernel,
     keep_config,
@@ -59,10 +61,13 @@ def test_run_reports_a_kernel_that_differs_from_the_plan_in_its_workdir(tmp_path
         assert f"plan again with --json={path}" in differing_kernel(tmp_path, "", step)
 
 
-def test_manifest_keeps_the_identifier_of_the_run(tmp_path):
+def test_manifest_keeps_the_identifier_of_the_run(tmp_path, monkeypatch):
     config = read_config("quickstart")
     keep_config(tmp_path, load_stages(config))
     before, config.train.steps = read_manifest(tmp_path), 300
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(manifest, "_write", Mock(side_effect=KeyboardInterrupt))
+        keep_config(tmp_path, load_stages(config))
     keep_config(tmp_path, load_stages(config))
     after = read_manifest(tmp_path)
     assert (

@@ -153,7 +153,10 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     is_changed &= text_before.rstrip() != text.rstrip()
     if is_changed:
         numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-        kept = path.replace(next(file for file in numbered if not file.exists()))
+        kept = next(file for file in numbered if not file.exists())
+        # a copy: after a kill, `path` still has the identifier of the run
+        with replacing(kept) as out:
+            out.write(path.read_bytes())
     _write(path, text, make_manifest(manifest, workdir))
     if not is_changed:
         return None
