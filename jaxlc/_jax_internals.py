@@ -63,8 +63,8 @@ def kept_argument_indices(lowered: jax.stages.Lowered) -> list[int]:
     return sorted(lowered._lowering.compile_args["kept_var_idx"])
 
 
-def replace_argument_residuals(vjp: Callable, first: int, residuals: Sequence[Any]) -> None:
-    """Replaces the residuals of `vjp` that are primal arguments `first` to the end, in place.
+def replace_argument_residuals(vjp: Callable, residuals: Sequence[Any]) -> None:
+    """Replaces the residuals of `vjp` that are primal arguments after the first, in place.
 
     `jax.vjp` stores a primal argument that the backward pass reads apart from the other residuals,
     recognized by the identity of the array. Replacing an argument with None keeps it out of the
@@ -72,12 +72,12 @@ def replace_argument_residuals(vjp: Callable, first: int, residuals: Sequence[An
 
     Args:
       vjp: the function that `jax.vjp` returns.
-      residuals: one per argument from `first` on, each None or of the structure of that argument.
+      residuals: one per argument after the first, each None or of the structure of that argument.
 
     Private: `VJP.args_res`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    assert len(residuals) == len(vjp.args_res) - first
-    vjp.args_res[first:] = residuals
+    assert len(residuals) == len(vjp.args_res) - 1
+    vjp.args_res[1:] = residuals
 
 
 def cudnn_version() -> tuple[int, ...]:
@@ -116,12 +116,9 @@ def cudnn_attention_forward(
 
     Private: `jax._src.cudnn.fused_attention_stablehlo`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    fmha = _cudnn_fused_attention()
     operands = (q_BTNH, k_BSKH, v_BSKH, *_unused_cudnn_operands(q_BTNH))
     settings = _cudnn_settings(scale, causal, window)
-    return _call_cudnn(
-        fmha._dot_product_attention_fwd_impl, *operands, **settings, is_training=True
-    )
+    return _call_cudnn("fwd", *operands, **settings, is_training=True)
 
 
 def cudnn_attention_backward(
@@ -143,18 +140,9 @@ def cudnn_attention_backward(
 
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    fmha = _cudnn_fused_attention()
-    operands = (
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        *_unused_cudnn_operands(q_BTNH),
-        lse_BNT,
-        out_BTNH,
-        dout_BTNH,
-    )
+    operands = (q_BTNH, k_BSKH, v_BSKH, *_unused_cudnn_operands(q_BTNH))
     settings = _cudnn_settings(scale, causal, window)
-    return _call_cudnn(fmha._dot_product_attention_bwd_impl, *operands, **settings)
+    return _call_cudnn("bwd", *operands, lse_BNT, out_BTNH, dout_BTNH, **settings)
 
 
 def cudnn_packed_forward(
@@ -348,12 +336,11 @@ def _unused_cudnn_operands(q_BTNH: jax.Array) -> tuple[jax.Array, ...]:
     return (jnp.zeros(0, q_BTNH.dtype),) * 7
 
 
-def _call_cudnn(
-    implementation: Callable, *operands: jax.Array, **settings
-) -> tuple[jax.Array, ...]:
-    """Calls `implementation` with the arguments of this JAX version: 0.12 has score modifiers, 0.10
-    and 0.11 do not.
+def _call_cudnn(kind: str, *operands: jax.Array, **settings) -> tuple[jax.Array, ...]:
+    """Calls the implementation of `kind`, "fwd" or "bwd", with the arguments of this JAX version:
+    0.12 has score modifiers, 0.10 and 0.11 do not.
     """
+    implementation = getattr(_cudnn_fused_attention(), f"_dot_product_attention_{kind}_impl")
     parameters = inspect.signature(implementation).parameters
     extra = {name: value for name, value in _NO_SCORE_MODIFIER.items() if name in parameters}
     return implementation(*operands, **settings, **extra)

@@ -62,9 +62,9 @@ def test_replace_argument_residuals_changes_gradient():
     x, weights = jnp.float32(3), {"a": jnp.float32(5)}
     _, vjp, _ = jax.vjp(product, x, weights, jnp.float32(0), has_aux=True)
     num_leaves = len(jax.tree.leaves(vjp))
-    _jax_internals.replace_argument_residuals(vjp, 1, [None, None])
+    _jax_internals.replace_argument_residuals(vjp, [None, None])
     assert len(jax.tree.leaves(vjp)) == num_leaves - 1  # the weights are no longer stored
-    _jax_internals.replace_argument_residuals(vjp, 1, [{"a": jnp.float32(7)}, jnp.float32(0)])
+    _jax_internals.replace_argument_residuals(vjp, [{"a": jnp.float32(7)}, jnp.float32(0)])
     dx, dweights, _ = vjp(jnp.float32(1))
     np.testing.assert_array_equal([dx, dweights["a"]], [7.0, 3.0])
 

@@ -6,7 +6,7 @@ Both check their arguments and call `strategies.sharded_attention.make`.
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxlc.attention.strategies.sharded_attention import (
     TokenOrder,
     attend_shard,
     attention_spec,
+    check_token_order,
     choose,
     known_strategy,
     make,
@@ -126,10 +127,7 @@ def _checked_call(
         raise UserError(
             f"invalid ulysses_ranks={ulysses_ranks} for strategy {strategy!r}: expected None unless strategy='hybrid'"
         )
-    if token_order not in get_args(TokenOrder):
-        raise UserError(
-            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
-        )
+    check_token_order(token_order)
     config = AttentionConfig(
         strategy=known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1
     )

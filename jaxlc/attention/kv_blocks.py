@@ -133,13 +133,13 @@ class GroupState(NamedTuple):
         def attend(step: KVBlockStep, block):
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
             return self.kernel.forward(
-                _at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._ranges(step), step.spec
+                at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._ranges(step), step.spec
             )
 
         def merge_step(step: KVBlockStep, block, results):
-            merged = merge(*(_at(x, step.query_subchunk) for x in results), *attend(step, block))
+            merged = merge(*(at(x, step.query_subchunk) for x in results), *attend(step, block))
             return tuple(
-                _update(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True)
+                put_at(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True)
             )
 
         subchunks = jnp.arange(self.num_tile_subchunks)
@@ -164,7 +164,7 @@ class GroupState(NamedTuple):
         def gradients_of_step(step: KVBlockStep, block, dblock):
             """dq_btnH of this step, and dblock with this step's dk and dv added."""
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
-            q, out, lse, dout = (_at(x, step.query_subchunk) for x in queries)
+            q, out, lse, dout = (at(x, step.query_subchunk) for x in queries)
             ranges = self._ranges(step)
             results = QueryResults(out, lse, dout, jnp.zeros_like(lse))
             dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, results)
@@ -176,17 +176,21 @@ class GroupState(NamedTuple):
         def add_step(step: KVBlockStep, block, gradients):
             dq_PbtnH, dblock = gradients
             dq_btnH, dblock = gradients_of_step(step, block, dblock)
-            dq_btnH = _at(dq_PbtnH, step.query_subchunk) + dq_btnH
-            return _update(dq_PbtnH, dq_btnH, step.query_subchunk), dblock
+            dq_btnH = at(dq_PbtnH, step.query_subchunk) + dq_btnH
+            return put_at(dq_PbtnH, dq_btnH, step.query_subchunk), dblock
 
         def diagonal(dkv_block, subchunk):
             return gradients_of_step(self._diagonal_step(subchunk), kv_block, dkv_block)[::-1]
 
         dkv_block, dq_PbtnH = lax.scan(diagonal, dkv_block, jnp.arange(self.num_tile_subchunks))
 
+        def send_subchunk(index, block):
+            return self.update_kv(block, self._send(self.slice_kv(block, index)), index)
+
         def send_gradient(gradients):
             dq_PbtnH, dblock = gradients
-            dblock = self._send_in_place(dblock)
+            # one sub-chunk at a time, so that only one is in flight, not a second block
+            dblock = lax.fori_loop(0, self.num_block_subchunks, send_subchunk, dblock)
             return (dq_PbtnH, dblock), dblock
 
         gradients = dq_PbtnH.astype(jnp.float32), dkv_block
@@ -305,7 +309,7 @@ class GroupState(NamedTuple):
         half_subchunks = self.num_block_subchunks // 2  # the keys of a step are in one half
         half = step.first_kv_subchunk // half_subchunks
         first_kv_subchunk = step.first_kv_subchunk % half_subchunks
-        ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in ranges))
+        ranges_bs = KeyRanges(*(at(at(x, step.ring_step), half) for x in ranges))
         tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
         ranges_bt = KeyRanges(
@@ -330,20 +334,12 @@ class GroupState(NamedTuple):
             x, self.outer.axis, [(group, (group + 1) % size) for group in range(size)]
         )
 
-    def _send_in_place(self, block: jax.Array) -> jax.Array:
-        """`_send` one sub-chunk at a time, so that only one is in flight, not a second block."""
 
-        def send_subchunk(index, block):
-            return self.update_kv(block, self._send(self.slice_kv(block, index)), index)
-
-        return lax.fori_loop(0, self.num_block_subchunks, send_subchunk, block)
-
-
-def _at(x_P: jax.Array, index) -> jax.Array:
+def at(x_P: jax.Array, index) -> jax.Array:
     return lax.dynamic_index_in_dim(x_P, index, keepdims=False)
 
 
-def _update(x_P: jax.Array, new: jax.Array, index) -> jax.Array:
+def put_at(x_P: jax.Array, new: jax.Array, index) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x_P, new, index, 0)
 
 
@@ -466,9 +462,7 @@ def _first_key(ranges: KeyRanges, num_keys: int, num_extended: int) -> jax.Array
 
 
 def _taken(x_ext: jax.Array, slices: Sequence[_Slice]) -> jax.Array:
-    if len(slices) > 1:
-        return jnp.concatenate([part.of(x_ext) for part in slices], axis=2)
-    return slices[0].of(x_ext)
+    return jnp.concatenate([part.of(x_ext) for part in slices], axis=2)
 
 
 def _with_added(x_ext: jax.Array, slices: Sequence[_Slice], x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.attention.kv_blocks import at, put_at
 from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import (
@@ -343,14 +344,6 @@ class RecurrentTiles(NamedTuple):
 
 def tile_indices(x_nBtD: jax.Array) -> jax.Array:
     return jnp.arange(len(x_nBtD), dtype=jnp.int32)
-
-
-def at(x_nBtD: jax.Array, tile: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x_nBtD, tile, keepdims=False)
-
-
-def put_at(x_nBtD: jax.Array, x_BtD: jax.Array, tile: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x_nBtD, x_BtD, tile, 0)
 
 
 def add_of_tiles(backward: Callable, gradients: tuple, *operands) -> tuple[tuple, list]:

@@ -170,18 +170,21 @@ class _PrefetchedLayers:
             for index, run in enumerate(self.runs):
                 # An array of its own for the unused half: JAX recognizes argument residuals by
                 # their identity.
+                before = (index - 1) % len(self.runs)
                 unused = jax.tree.map(
-                    lambda x: jnp.zeros(x.shape, x.dtype), self._abstract_before(stacked, index)
+                    lambda x: jnp.zeros(x.shape, x.dtype),
+                    jax.eval_shape(lambda i=before: self._fetched(stacked, 0, i)),
                 )
                 prefetch = Prefetch(self._fetched(stacked, iteration, index + 1), unused)
                 (x_BTD, sums), backward, weights = jax.vjp(
                     run, x_BTD, weights, shared, prefetch, has_aux=True
                 )
                 # the backward pass sets them again
-                replace_argument_residuals(backward, 1, [None, None, None])
+                replace_argument_residuals(backward, [None, None, None])
                 backwards.append(backward)
                 all_sums.append(sums)
-            return (iteration + 1, x_BTD, weights), (backwards, self._of_iteration(all_sums))
+            sums = all_sums[0] if self.places is None else all_sums
+            return (iteration + 1, x_BTD, weights), (backwards, sums)
 
         first_carry = jnp.int32(0), x_BTD, self._fetched(stacked, 0, 0)
         (_, y_BTD, _), (backwards, sums) = lax.scan(
@@ -205,7 +208,7 @@ class _PrefetchedLayers:
                 # its own or those of the layer that the backward pass ran before it.
                 in_forward = weights if is_one else following
                 prefetch = Prefetch(in_forward, self._fetched(stacked, iteration, index - 1))
-                replace_argument_residuals(backwards[index], 1, [weights, shared, prefetch])
+                replace_argument_residuals(backwards[index], [weights, shared, prefetch])
                 dx_BTD, gradient, _, (_, previous) = backwards[index]((dx_BTD, dsums[index]))
                 dweights.insert(0, gradient.trainable)
                 weights, following = previous, None if is_one else weights
@@ -240,13 +243,6 @@ class _PrefetchedLayers:
                 lambda stack: layer_of(stack, iteration, place.index), stacked.of(place.stack)
             )
         )
-
-    def _abstract_before(self, stacked, index):
-        """Shapes of the weights of the layer before `runs[index]`."""
-        return jax.eval_shape(lambda: self._fetched(stacked, 0, (index - 1) % len(self.runs)))
-
-    def _of_iteration(self, results: list):
-        return results[0] if self.places is None else results
 
 
 def _by_stack(trees: Sequence[Any], places: Sequence[Place]) -> dict[str, Any]:

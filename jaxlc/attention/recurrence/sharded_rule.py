@@ -12,7 +12,7 @@ Groups are recomputed in the backward pass.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jaxlc.attention.state_passing import (
     fragments_of,
     predecessors,
 )
-from jaxlc.attention.strategies.sharded_attention import TokenOrder
+from jaxlc.attention.strategies.sharded_attention import TokenOrder, check_token_order
 from jaxlc.attention.strategies.strategy import (
     AttentionAxes,
     check_contiguous,
@@ -368,10 +368,7 @@ def _on_mesh(
       where: the arguments mesh, context_axis, batch_axes, head_axis and token_order.
     """
     mesh, context_axis, batch_axes, head_axis, token_order = where
-    if token_order not in get_args(TokenOrder):
-        raise UserError(
-            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
-        )
+    check_token_order(token_order)
     settings["num_fragments"] = num_fragments = 2 if token_order == "zigzag" else 1
     segment_ids = arrays[num_with_heads]
     shape_BT = arrays[0].shape[:2]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -455,6 +455,13 @@ def attention_spec(
         key_block_tokens=config.key_block_tokens,
         small_shared_memory=key_ranges.has_small_shared_memory(device),
     )
+
+
+def check_token_order(name: str) -> None:
+    if name not in get_args(TokenOrder):
+        raise UserError(
+            f"invalid token_order={name!r}: expected one of {', '.join(get_args(TokenOrder))}"
+        )
 
 
 def known_strategy(name: str) -> str:
