@@ -110,7 +110,7 @@ def get_config(variant: str = "") -> ConfigDict:
 '''
 
 
-def file_text(title: str, base: str, settings: Mapping[str, Any], lines: Sequence[str] = ()) -> str:
+def file_text(title: str, base: str, settings: Mapping[str, Any], lines: Sequence[str]) -> str:
     """The text of a config file.
 
     Args:

@@ -56,16 +56,15 @@ def set_title(figure: "Figure", text: str) -> None:
     figure.suptitle(text, x=0.01, ha="left", fontsize=10)
 
 
-def style_axes(axes: "Axes", grid: Literal["x", "y", "both", ""] = "") -> None:
+def style_axes(axes: "Axes", grid: Literal["x", "y", "both"]) -> None:
     """Removes the frame at the top and right, and draws faint grid lines behind the data.
 
     Args:
-      grid: "x", "y" or "both": the axes whose ticks get a grid line; empty: none.
+      grid: "x", "y" or "both": the axes whose ticks get a grid line.
     """
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
-    if grid:
-        axes.grid(axis=grid, color=FAINT, linewidth=0.6)
+    axes.grid(axis=grid, color=FAINT, linewidth=0.6)
 
 
 _NOTEBOOK_DPI = 100

@@ -139,7 +139,7 @@ class PromptEncoder:
 
 
 def template_of(
-    result: TrainedModel, setting: str = "", *, flag: str = "--chat_template"
+    result: TrainedModel, setting: str, *, flag: str = "--chat_template"
 ) -> ChatTemplate:
     """The chat template of the prompts of generate, eval and lm-evaluation-harness.
 
@@ -154,7 +154,7 @@ def template_of(
     )
 
 
-def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str = "") -> PromptEncoder:
+def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str) -> PromptEncoder:
     """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`.
 
     Args:

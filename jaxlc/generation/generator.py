@@ -204,7 +204,7 @@ class CachedStep:
         multiple = num_replicas(self.mesh.shape)
         return -(-num_prompts // multiple) * multiple
 
-    def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
+    def prefill_tokens(self, longest: int, chunk_tokens: int) -> int:
         """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of two from 2, so that
         prompts of similar lengths use the same program, which is not the one of a decoding step.
 

@@ -190,7 +190,7 @@ def _called(instruction: Instruction, names: tuple[str, ...]) -> str | None:
 
 
 def matrix_product(
-    computation: Computation, instruction: Instruction, contracted: str, batch_dims: str = ""
+    computation: Computation, instruction: Instruction, contracted: str, batch_dims: str
 ) -> Product:
     """A product that contracts the dimensions `contracted` of its left operand and repeats over
     `batch_dims` of it.

@@ -405,7 +405,7 @@ def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
 _KNOWN = "known_trip_count"
 
 
-def count_executions(program: Program, *, skips_ring_steps: bool = False) -> Counter[str]:
+def count_executions(program: Program, *, skips_ring_steps: bool) -> Counter[str]:
     """How often each computation runs, by name. Every branch of a conditional counts, so this is an
     upper bound.
 

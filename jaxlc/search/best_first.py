@@ -30,7 +30,6 @@ from jaxlc.search.ranking import NUM_MESHES, Entry
 from jaxlc.search.runner import STOPPED, IsOver, row_of
 from jaxlc.search.space import Point
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.topology import Topology
 
 # factor on corrected estimates of memory: what exceeds the memory by less is compiled
@@ -199,7 +198,7 @@ def with_advice(
     config: ConfigDict | Config,
     gpus: Topology,
     starting: Callable[[str], None],
-    roofline: Roofline = DEFAULT_ROOFLINE,
+    roofline: Roofline,
 ) -> Plan:
     """The plan of `config`, whose step does not fit, with changes that were compiled.
 

@@ -263,7 +263,7 @@ def saturation(num_keys: float, half_keys: float) -> float:
     return num_keys / (num_keys + half_keys)
 
 
-def head_dim_efficiency(head_dim: int, *, is_backward: bool, kernel: str = "cudnn") -> float:
+def head_dim_efficiency(head_dim: int, *, is_backward: bool, kernel: str) -> float:
     """The rate of an attention kernel relative to head dim 128, linear between the measured head
     dims.
     """
@@ -389,7 +389,7 @@ class Roofline:
         share = rates(device).memory if self.memory_share is None else self.memory_share
         return num_bytes / (device.memory_bandwidth_bytes_per_second * share)
 
-    def nvlink_seconds(self, device: Device, num_bytes: float, num_steps: int = 1) -> float:
+    def nvlink_seconds(self, device: Device, num_bytes: float, num_steps: int) -> float:
         """Seconds until `num_bytes` that each GPU sends within its NVLink domain have arrived.
 
         Args:
@@ -398,7 +398,7 @@ class Roofline:
         latency = self.nvlink_latency_seconds + (num_steps - 1) * self.nvlink_step_seconds
         return latency + num_bytes / (device.nvlink_bandwidth_bytes_per_second * self.link_share)
 
-    def network_seconds(self, device: Device, num_bytes: float, num_steps: int = 1) -> float:
+    def network_seconds(self, device: Device, num_bytes: float, num_steps: int) -> float:
         """Seconds until `num_bytes` that each GPU's network card sends have arrived. Arguments as
         `nvlink_seconds`.
         """

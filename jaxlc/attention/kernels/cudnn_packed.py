@@ -397,7 +397,7 @@ def _settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict[str, Any]:
 
 
 def prepared_table(
-    ranges: KeyRanges, num_keys: int, spec: AttentionSpec, min_tokens: int | None = None
+    ranges: KeyRanges, num_keys: int, spec: AttentionSpec, min_tokens: int | None
 ) -> DocumentTable:
     """The table of calls with these ranges; `min_tokens` of `buckets`."""
     calls = calls_for(

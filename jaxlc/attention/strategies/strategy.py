@@ -127,7 +127,7 @@ def check_shapes(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array | None,
-    sinks_N: jax.Array | None = None,
+    sinks_N: jax.Array | None,
 ) -> None:
     """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k
     and v are floats.

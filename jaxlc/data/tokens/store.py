@@ -307,7 +307,7 @@ def sharded_pieces(
     encoder: Encoder,
     config: DataConfig,
     log: Log,
-    progress: Update = no_progress,
+    progress: Update,
 ) -> Iterator[TokenizedPiece]:
     """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize
     them.

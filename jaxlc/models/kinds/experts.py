@@ -170,9 +170,7 @@ class Experts(nnx.Module, Routed):
         return (out_BTD.astype(jnp.float32) * gate_BT1).astype(out_BTD.dtype)
 
     @jax.named_scope(scopes.ROUTER)
-    def route(
-        self, x_BTD: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
-    ) -> Routing:
+    def route(self, x_BTD: jax.Array, chosen_BTk: jax.Array | None, *, shard: Sharder) -> Routing:
         """Chooses the experts of each token, unless they are given. Gradients reach the logits
         through the weights.
         """
