@@ -1,10 +1,6 @@
 """`python -m jaxlc.generation` is `jaxlc generate`."""
 
-import sys
-
-from jaxlc.cli import main_of
-
-main = main_of("generate")
+from jaxlc.cli import run_verb
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_verb("generate")

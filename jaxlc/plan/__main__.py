@@ -1,10 +1,6 @@
 """`python -m jaxlc.plan` is `jaxlc plan`."""
 
-import sys
-
-from jaxlc.cli import main_of
-
-main = main_of("plan")
+from jaxlc.cli import run_verb
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_verb("plan")

@@ -1,8 +1,6 @@
 """`python -m jaxlc.preflight` is `jaxlc preflight`."""
 
-import sys
-
-from jaxlc.cli.training import preflight_main as main
+from jaxlc.cli import run_verb
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_verb("preflight")
