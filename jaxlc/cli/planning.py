@@ -310,9 +310,6 @@ def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list
     ]
 
 
-_ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecommendFlags(NodeFlags):
     """usage: jaxlc recommend --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
@@ -359,6 +356,7 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     if isinstance(flags, InitFlags):
         _note_missing(flags.data)
     from jaxlc.plan.packing_estimates import read_documents
+    from jaxlc.plan.result import ANY_MACHINE
     from jaxlc.search.recommendation import config_source, page, recommend
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
@@ -379,7 +377,7 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
             f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}"
         )
         result = recommend(
-            space.unchecked(stage.config, _ANY_MACHINE),
+            space.unchecked(stage.config, ANY_MACHINE),
             gpus,
             _compile_in_processes(flags, topology, points),
             goal=flags.goal,

@@ -362,9 +362,9 @@ def evaluate_run(
     result: TrainedModel,
     settings: EvalsConfig,
     out: Path,
-    report: Report = lambda row: None,
+    report: Report,
     *,
-    chat_template: str = "",
+    chat_template: str,
 ) -> list[ScoreRow]:
     """Evaluates the model of `result`; see `jaxlc.evaluate`.
 
@@ -443,7 +443,10 @@ class TrainingScorer:
         """
         out = workdir / "evals"
         config = self._step.config
-        self._model.params = params = jax.tree.map(_strongly_typed, params)
+        # The initial norm scales are weakly typed, and trained ones are not: programs would be
+        # compiled twice.
+        params = jax.tree.map(lambda x: x.astype(x.dtype) if x.weak_type else x, params)
+        self._model.params = params
 
         @functools.cache  # losses need no copy of the parameters
         def generator() -> Generator:
@@ -467,13 +470,6 @@ class TrainingScorer:
             draw_maps(rows, out)
             draw_overlays({path.name: path for path in step_directories(out)}, out)
         return list(_named(rows))
-
-
-def _strongly_typed(x: jax.Array) -> jax.Array:
-    """The initial norm scales are weakly typed, and trained ones are not: programs would be
-    compiled twice.
-    """
-    return x.astype(x.dtype) if x.weak_type else x
 
 
 def _named(rows: Sequence[ScoreRow]) -> Iterator[NamedScore]:

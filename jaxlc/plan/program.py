@@ -406,7 +406,62 @@ class StepProgram(CompiledProgram):
 
     @cached_property
     def memory(self) -> Memory:
-        return _memory_of(self)
+        step = self.step
+        gpus = self.model.gpus
+        runtime = self.step.config.runtime
+        stats = self.compiled.memory_analysis()
+        collectives = self.program.collectives
+        host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+        host_bytes = (
+            stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
+        )
+        if step.reference is not None:
+            host_bytes += bytes_per_device(step.reference.abstract_state.params)
+        gpus_per_node = gpus.used_gpus_per_node
+        host_bytes_per_node = host_bytes * gpus_per_node
+        state = step.abstract_state
+        spaces = step.memory_spaces
+        staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
+        unified_bytes = unified_host_bytes(
+            runtime, gpus, host_bytes_per_node + staging_bytes_per_node
+        )
+        pool_bytes = runtime_memory.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
+        heap_bytes = 0
+        if any(collective.backend == "NVSHMEM" for collective in collectives):
+            heap_bytes = runtime.nvshmem_heap_bytes or _NVSHMEM_HEAP_BYTES
+        slop_percent = int(
+            (step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT)
+        )
+        scheduled_bytes = int(
+            SCHEDULED_SHARE * gpus.device.memory_bytes - stats.argument_size_in_bytes
+        )
+        return Memory(
+            device_capacity_bytes=gpus.device.memory_bytes,
+            device_arguments_bytes=stats.argument_size_in_bytes,
+            parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
+            optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
+            # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a
+            # document mask.
+            batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
+            device_temp_bytes=self.temp_bytes,
+            workspace_bytes=workspace_bytes(self.program),
+            symmetric_used_bytes=self.dump.symmetric_bytes,
+            nvshmem_heap_bytes=heap_bytes,
+            nccl_bytes=nccl_bytes(collectives),
+            scheduler_limit_bytes=scheduled_bytes * slop_percent // 100,
+            host_parameters_bytes=bytes_per_device(state.params, spaces.params, HOST),
+            host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
+            host_bytes_per_device=host_bytes,
+            host_bytes_per_node=host_bytes_per_node,
+            staging_bytes_per_node=staging_bytes_per_node,
+            host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
+            unified_host_bytes=unified_bytes or 0,
+            is_unified_over_pcie=runtime.unified_memory and unified_bytes is None,
+            largest=self.dump.largest(5),
+            memory_fraction=runtime.memory_fraction,
+            host_pool_bytes=pool_bytes or runtime_memory.DEFAULT_HOST_GIB * 2**30,
+            host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
+        )
 
     @cached_property
     def ring(self) -> "Ring":
@@ -438,59 +493,6 @@ class StepProgram(CompiledProgram):
         return (
             state_bytes + batch_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
         )
-
-
-def _memory_of(compiled: StepProgram) -> Memory:
-    step = compiled.step
-    gpus = compiled.model.gpus
-    runtime = compiled.step.config.runtime
-    stats = compiled.compiled.memory_analysis()
-    collectives = compiled.program.collectives
-    host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
-    host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
-    if step.reference is not None:
-        host_bytes += bytes_per_device(step.reference.abstract_state.params)
-    gpus_per_node = gpus.used_gpus_per_node
-    host_bytes_per_node = host_bytes * gpus_per_node
-    state = step.abstract_state
-    spaces = step.memory_spaces
-    staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
-    unified_bytes = unified_host_bytes(runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
-    pool_bytes = runtime_memory.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
-    heap_bytes = 0
-    if any(collective.backend == "NVSHMEM" for collective in collectives):
-        heap_bytes = runtime.nvshmem_heap_bytes or _NVSHMEM_HEAP_BYTES
-    slop_percent = int(
-        (step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT)
-    )
-    scheduled_bytes = int(SCHEDULED_SHARE * gpus.device.memory_bytes - stats.argument_size_in_bytes)
-    return Memory(
-        device_capacity_bytes=gpus.device.memory_bytes,
-        device_arguments_bytes=stats.argument_size_in_bytes,
-        parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
-        optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
-        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a
-        # document mask.
-        batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
-        device_temp_bytes=compiled.temp_bytes,
-        workspace_bytes=workspace_bytes(compiled.program),
-        symmetric_used_bytes=compiled.dump.symmetric_bytes,
-        nvshmem_heap_bytes=heap_bytes,
-        nccl_bytes=nccl_bytes(collectives),
-        scheduler_limit_bytes=scheduled_bytes * slop_percent // 100,
-        host_parameters_bytes=bytes_per_device(state.params, spaces.params, HOST),
-        host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
-        host_bytes_per_device=host_bytes,
-        host_bytes_per_node=host_bytes_per_node,
-        staging_bytes_per_node=staging_bytes_per_node,
-        host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
-        unified_host_bytes=unified_bytes or 0,
-        is_unified_over_pcie=runtime.unified_memory and unified_bytes is None,
-        largest=compiled.dump.largest(5),
-        memory_fraction=runtime.memory_fraction,
-        host_pool_bytes=pool_bytes or runtime_memory.DEFAULT_HOST_GIB * 2**30,
-        host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
-    )
 
 
 class CollectiveStats(NamedTuple):

@@ -227,14 +227,16 @@ def _reference_pass(program: StepProgram) -> ReferencePass:
     )
 
 
+ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
+
+
 def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     """The config as it is checked for `gpus`, without simulated devices and process numbers.
 
     Raises:
       UserError: the mesh has a different number of devices; the message names overrides that fit.
     """
-    ignored = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
-    config = with_settings(load(config, on_devices=False), ignored)
+    config = with_settings(load(config, on_devices=False), ANY_MACHINE)
     if config.mesh.num_devices == gpus.num_gpus:
         return config
     problem = (

@@ -133,7 +133,7 @@ class Link:
                     connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             # a child would keep it open when this process ends
             os.register_at_fork(after_in_child=connection.close)
-        self._thread = start_thread(self._watch, "peers")
+        self.thread = start_thread(self._watch, "peers")
 
     def close(self, failure: str | None = None, *, lost: str | None = None) -> None:
         """Announces the normal end of this process, after which the others go on, or why all of
@@ -152,12 +152,6 @@ class Link:
             message = {"lost": lost, "status": PEER_LOST_STATUS}
         for connection in self._connections:
             connection.send(**message)
-
-    def wait_for_loss(self, seconds: float) -> None:
-        """Waits for the thread to notice that another process has ended; returns after `seconds` if
-        none has.
-        """
-        self._thread.join(seconds)
 
     @property
     def ends_last(self) -> bool:
@@ -254,7 +248,8 @@ def report_failure(error: BaseException) -> None:
     import jax
 
     if isinstance(error, (jax.errors.JaxRuntimeError, Process0Error)):
-        _link.wait_for_loss(_COLLECTIVE_SECONDS)
+        # the thread may notice that another process has ended
+        _link.thread.join(_COLLECTIVE_SECONDS)
     _wait_for_end()
     _link.close(failure=_text_of(error))
 

@@ -105,15 +105,11 @@ def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes
         on_host += state.optimizer
     else:
         on_device += state.optimizer
-    return PinnedBytes(on_host, max(gradients + _offloaded_bytes(config), on_device))
-
-
-def _offloaded_bytes(config: Config) -> int:
-    """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
+    # activations of all layers, for one microbatch; see step/remat.py
     group = config.memory.layers_per_remat_group
-    # see step/remat.py
-    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]
-    return math.ceil(activation_bytes(config, offloaded, config.model.num_remat_groups(group)))
+    names = [name for name in config.memory.offload if group == 1 or name == "residual"]
+    offloaded = math.ceil(activation_bytes(config, names, config.model.num_remat_groups(group)))
+    return PinnedBytes(on_host, max(gradients + offloaded, on_device))
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:

@@ -497,7 +497,7 @@ class TrainStep:
             config=self.config,
             mesh=self.storage_mesh,
             init_params=self.objective.init_params,
-            optimizer=self._optimizer,
+            optimizer=self._step_optimizer.of(lora.split(self.dims, self.frozen)[0]),
             dims=self.dims,
             frozen=self.frozen,
         )
@@ -511,11 +511,6 @@ class TrainStep:
             mesh=self.storage_mesh,
             custom=self.custom_optimizer,
         )
-
-    @cached_property
-    def _optimizer(self) -> optax.GradientTransformation:
-        """The optimizer of all trainable parameters."""
-        return self._step_optimizer.of(lora.split(self.dims, self.frozen)[0])
 
 
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:

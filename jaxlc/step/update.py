@@ -349,13 +349,15 @@ def update(
     parts: dict[tuple[str, ...], ParamsAndOptState] = {}
     # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
     # gives it.
-    shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
+    no_params = ParamsAndOptState({}, _of_part(old.opt_state, lambda moments: {}))
+    shared = update_part({})(no_params, {}).opt_state
     paths = _stacks(old.params, dims)
     # layers first
     for path in sorted(paths, key=lambda path: _is_stacked(_at(dims, path)), reverse=True):
-        part = ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path))
-        part_dims = _at(dims, path)
-        parts[path] = _stream(update_part(part_dims), part_dims, part, _at(gradients, path))
+        of_part = functools.partial(_at, path=path)
+        part = ParamsAndOptState(of_part(old.params), _of_part(old.opt_state, of_part))
+        part_dims = of_part(dims)
+        parts[path] = _stream(update_part(part_dims), part_dims, part, of_part(gradients))
     return _joined(old, parts, shared)
 
 
@@ -422,18 +424,11 @@ def _num_layers(dims, part) -> tuple[int, ...] | int:
     return jax.tree.leaves(part)[0].shape[0] if _is_stacked(dims) else ()
 
 
-def _of_part(opt_state: optax.OptState, path: tuple[str, ...]) -> optax.OptState:
-    """The optimizer state of one part of the parameters; moments are dictionaries with the same
-    keys.
+def _of_part(opt_state: optax.OptState, part_of: Callable[[dict], Any]) -> optax.OptState:
+    """The optimizer state with a part of its moments, which are dictionaries with the keys of the
+    parameters.
     """
-    return jax.tree.map(
-        lambda x: _at(x, path) if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict
-    )
-
-
-def _without_params(opt_state: optax.OptState) -> optax.OptState:
-    """The optimizer state of a model without parameters."""
-    return jax.tree.map(lambda x: {} if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
+    return jax.tree.map(lambda x: part_of(x) if _is_dict(x) else x, opt_state, is_leaf=_is_dict)
 
 
 def _joined(

@@ -30,26 +30,20 @@ class ReadFields(dict[str, Any]):
         return value
 
 
+_COMMON = (
+    *("norm_placement", "zero_centered_norm", "activation", "scale_embeddings"),
+    *("mlp_bias", "logits_scaling", "mamba2.norm"),
+    *("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias"),
+    "experts.latent_dim",
+    *(f"attention.{name}" for name in ("qk_norm", "qkv_bias", "out_bias", "sinks", "gate")),
+    *(f"delta_net.{x}" for x in ("norm_placement", "norm_epsilon", "negative_eigenvalues")),
+)
 # Settings of ModelConfig that are equal in all models of a family, with the values that most
 # families have.
 COMMON_SETTINGS: dict[str, Any] = {
     path: value
     for path, value in flattened(defaults_of(ModelConfig)).items()
-    if path
-    in (
-        "attention.qk_norm",
-        "norm_placement",
-        "zero_centered_norm",
-        "activation",
-        "scale_embeddings",
-    )
-    or path in ("mlp_bias", "logits_scaling", "mamba2.norm")
-    or path.endswith("_multiplier")
-    or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
-    or path == "experts.latent_dim"
-    or path in tuple(f"attention.{name}" for name in ("qkv_bias", "out_bias", "sinks", "gate"))
-    or path
-    in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
+    if path in _COMMON or path.endswith("_multiplier")
 }
 
 
