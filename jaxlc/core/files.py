@@ -244,6 +244,13 @@ def write_json(path: str | Path, content: object) -> None:
     local_path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Writes a value in each line of a file, in a directory that may not exist; as `replacing`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as out:
+        out.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file next to `path` that replaces it at the end; it is deleted on failure.

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxlc.core import UserError, aligned, count_text, progress_lines, reason_of
-from jaxlc.core.files import difference, read_json_lines, replacing
+from jaxlc.core.files import difference, read_json_lines, replacing, write_json_lines
 from jaxlc.evals.haystack import Example
 from jaxlc.runtime.watchdog import on_process_0
 
@@ -215,9 +215,8 @@ class Predictions:
         missing = [index for index in range(num_rows) if index not in rows]
         is_primary = jax.process_index() == 0
         if is_primary and missing:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as out:  # without an incomplete line at its end
-                out.writelines(json.dumps(x).encode() + b"\n" for x in (header, *rows.values()))
+            # without an incomplete line at its end
+            write_json_lines(path, (header, *rows.values()))
         with progress_lines(path.stem, is_shown=is_primary) as update:
             for first in range(0, len(missing), self.batch_size):
                 indices = missing[first : first + self.batch_size]

@@ -7,7 +7,6 @@ rollouts, on the mesh or on a server (`generation.rollouts`).
 
 import functools
 import itertools
-import json
 import shlex
 import subprocess
 import threading
@@ -29,6 +28,7 @@ from jaxlc.core.files import (
     replacing,
     sha256_of,
     write_errors_explained,
+    write_json_lines,
 )
 from jaxlc.data.sequences.loader import (
     DataSource,
@@ -256,11 +256,11 @@ def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:
       UserError: the file cannot be written.
     """
     with write_errors_explained(path.parent, "free space, or use a different directory"):
+        if path.suffix == ".jsonl":
+            write_json_lines(path, records)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as out:
-            if path.suffix == ".jsonl":
-                out.writelines(json.dumps(record).encode() + b"\n" for record in records)
-                return
             require("pyarrow", f"the Parquet file {str(path)!r}")
             import pyarrow
             import pyarrow.parquet

@@ -18,7 +18,6 @@ all names, so that many repetitions are thousands of tokens apart.
 import glob
 import hashlib
 import itertools
-import json
 import os
 import random
 import re
@@ -30,7 +29,7 @@ from typing import NamedTuple
 from jaxlc.config import DataConfig
 from jaxlc.config.models import hub
 from jaxlc.core import UserError
-from jaxlc.core.files import local_path, replacing, write_errors_explained
+from jaxlc.core.files import local_path, write_errors_explained, write_json_lines
 from jaxlc.data.texts.records import LISTED_SUFFIXES, NAMED_SUFFIXES, has_suffix, unreadable
 
 PYTHON_STDLIB = "python-stdlib"
@@ -277,11 +276,7 @@ def phone_book_file(config: DataConfig) -> Path:
         with write_errors_explained(
             f"data.cache_dir {config.cache_dir!r}", "use a writable directory"
         ):
-            path.parent.mkdir(parents=True, exist_ok=True)
             documents = itertools.islice(phone_book_documents(num_tokens), num_documents)
             # several processes may write the same content at the same time
-            with replacing(path) as out:
-                out.writelines(
-                    json.dumps({"text": " ".join(words)}).encode() + b"\n" for words in documents
-                )
+            write_json_lines(path, ({"text": " ".join(words)} for words in documents))
     return path

@@ -4,7 +4,6 @@ Before training, lines with the model, optimizer, devices, memory, batch, data, 
 figures, a summary that is printed, and the loads of all experts over the run, which are in WORKDIR/expert_loads.jsonl.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jaxlc.config import Config, ModelConfig, TrainConfig
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core import count_text, errors, mesh_text
-from jaxlc.core.files import displayed, read_json_lines, replacing
+from jaxlc.core.files import displayed, read_json_lines, write_json_lines
 from jaxlc.core.text import duration_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.loader import DataSource
@@ -331,8 +330,7 @@ def write_loads(workdir: Path, row: dict[str, Any]) -> None:
     """
     path = workdir / LOADS_FILE
     rows = [earlier for earlier in read_json_lines(path) if earlier["step"] < row["step"]]
-    with replacing(path) as out:
-        out.writelines(json.dumps(row).encode() + b"\n" for row in [*rows, row])
+    write_json_lines(path, [*rows, row])
 
 
 LOSS_PLOT = "loss.png"
