@@ -325,9 +325,12 @@ def gradient(sinks_N: jax.Array, results: QueryResults) -> jax.Array:
 def pad_tokens(x_BT: jax.Array, multiple: int) -> jax.Array:
     """Pads dimension 1 with zeros to a multiple. Of ranges, zeros are an empty range."""
     missing = -x_BT.shape[1] % multiple
-    if not missing:
-        return x_BT
-    return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+    return append_tokens(x_BT, missing) if missing else x_BT
+
+
+def append_tokens(x_BT: jax.Array, num_tokens: int, mode: str = "constant") -> jax.Array:
+    """Appends zeros, or what another `mode` of `jnp.pad` gives, to dimension 1."""
+    return jnp.pad(x_BT, [(0, 0), (0, num_tokens)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
 
 
 def merge(

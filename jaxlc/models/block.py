@@ -152,10 +152,12 @@ def weight(init: Init, shape: Matrix, model: ModelConfig) -> nnx.Param:
     )
 
 
-def bias_vector(**dims: int) -> nnx.Param:
-    """Declares the bias of a projection, initially 0: `bias_vector(heads=N, bias=H)`; the last
-    dimension is "bias".
+def bias_vector(is_used: bool, **dims: int) -> nnx.Param | None:
+    """Declares the bias of a projection, initially 0: `bias_vector(True, heads=N, bias=H)`; the
+    last dimension is "bias". None if it is not used.
     """
+    if not is_used:
+        return None
     return nnx.Param(jnp.zeros(tuple(dims.values()), jnp.float32), dims=tuple(dims))
 
 

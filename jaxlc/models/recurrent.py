@@ -100,7 +100,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
             matrix(init, fan_in=taps, taps=taps, **dims) for dims in channels
         )
         self.bias_q, self.bias_k, self.bias_v = (
-            bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if widths.conv_bias else None
+            bias_vector(widths.conv_bias, heads=dims["heads"], bias=dims["head_dim"])
             for dims in channels
         )
         self.add_own(model, init)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlc.attention.contract import append_tokens
 from jaxlc.attention.state_passing import is_first, like, predecessors, where
 from jaxlc.core import CONTEXT, scopes
 from jaxlc.sharding.mesh import Ranks
@@ -104,7 +105,7 @@ def _chunks(
     missing = -num_tokens % size
 
     def cut(x):  # with the tokens before each chunk
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        x = append_tokens(x, missing)
         own = x[:, num_before:].reshape(len(x), -1, size, *x.shape[2:])
         before = jnp.concatenate(
             [x[:, None, :num_before], own[:, :-1, size - num_before :]], axis=1

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.attention.contract import append_tokens
 from jaxlc.attention.kernels import packed_check
 from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import (
@@ -182,7 +183,7 @@ def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int) -> T
     missing = num_groups * group_tokens - num_tokens
 
     def cut(x, mode="constant"):
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        x = append_tokens(x, missing, mode)
         return x.reshape(x.shape[0], num_groups, group_tokens, *x.shape[2:]).swapaxes(0, 1)
 
     segments = cut(tokens.segments_BL, mode="edge")

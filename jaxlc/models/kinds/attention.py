@@ -165,10 +165,10 @@ class Attention(SoftmaxAttention):
         K = sizes.num_kv_heads
         H = sizes.head_dim
         self.multipliers = (("attention_projected", sizes.output_multiplier),)
-        self.bq = bias_vector(heads=N, bias=sizes.query_dim) if sizes.qkv_bias else None
-        self.bk = bias_vector(kv_heads=K, bias=H) if sizes.qkv_bias else None
-        self.bv = bias_vector(kv_heads=K, bias=H) if sizes.qkv_bias else None
-        self.bo = bias_vector(bias=model.model_dim) if sizes.out_bias else None
+        self.bq = bias_vector(sizes.qkv_bias, heads=N, bias=sizes.query_dim)
+        self.bk = bias_vector(sizes.qkv_bias, kv_heads=K, bias=H)
+        self.bv = bias_vector(sizes.qkv_bias, kv_heads=K, bias=H)
+        self.bo = bias_vector(sizes.out_bias, bias=model.model_dim)
         self.sinks = nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if sizes.sinks else None
         self.has_gate = sizes.gate
         self.q_norm = _qk_norm(model, heads=N)

@@ -75,9 +75,9 @@ class MLP(Block):
         D = model.model_dim
         F = model.ffn_dim
         has_bias = model.mlp_bias
-        self.b_gate = bias_vector(ffn_bias=F) if has_bias and "w_gate" in weights else None
-        self.b_up = bias_vector(ffn_bias=F) if has_bias else None
-        self.b_down = bias_vector(bias=D) if has_bias else None
+        self.b_gate = bias_vector(has_bias and "w_gate" in weights, ffn_bias=F)
+        self.b_up = bias_vector(has_bias, ffn_bias=F)
+        self.b_down = bias_vector(has_bias, bias=D)
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)

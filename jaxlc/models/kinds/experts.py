@@ -85,11 +85,11 @@ class Experts(nnx.Module, Routed):
             init, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=L
         )
         has_bias = sizes.bias
-        self.choice_bias = bias_vector(bias=E) if sizes.choice_bias else None
-        self.router_bias = bias_vector(bias=E) if has_bias else None
-        self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias and has_gate else None
-        self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
-        self.down_bias = bias_vector(experts=E, bias=L) if has_bias else None
+        self.choice_bias = bias_vector(sizes.choice_bias, bias=E)
+        self.router_bias = bias_vector(has_bias, bias=E)
+        self.gate_bias = bias_vector(has_bias and has_gate, experts=E, ffn_bias=F)
+        self.up_bias = bias_vector(has_bias, experts=E, ffn_bias=F)
+        self.down_bias = bias_vector(has_bias, experts=E, bias=L)
         self.latent = ExpertsLatent(model, init) if sizes.latent_dim else None
         self.lora = make_adapters(model, init.lora, projections, init.adapter_key)
         fp8_names = () if init.fp8 is None else init.fp8.matmuls
