@@ -107,9 +107,7 @@ class CompoundWords:
         return f"{self._adjectives[adjective]}-{self._nouns[noun]}"
 
 
-@functools.cache
-def compound_words() -> CompoundWords:
-    return CompoundWords()
+compound_words = functools.cache(CompoundWords)
 
 
 @functools.cache

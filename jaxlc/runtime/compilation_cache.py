@@ -51,7 +51,10 @@ def configure(config: RuntimeConfig, platform: str) -> None:
     Raises:
       UserError: the directory that the config names cannot be created.
     """
-    users = _users_directory(jax.config.jax_compilation_cache_dir)
+    # What the user has set in Python or in the environment. "": no cache; None: not set.
+    users = jax.config.jax_compilation_cache_dir
+    if users == _Directories.jax:
+        users = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if config.compilation_cache_dir == "auto" and users is not None:
         _set_directories(users, for_step_only=None)
         return
@@ -173,16 +176,6 @@ def prune(directory: Path, max_bytes: int) -> None:
             return
         path.unlink(missing_ok=True)
         num_bytes -= size
-
-
-def _users_directory(current: str | None) -> str | None:
-    """The directory that the user has set in the environment or in Python. "": no cache; None: not
-    set.
-
-    Args:
-      current: the value of jax_compilation_cache_dir.
-    """
-    return current if current != _Directories.jax else os.environ.get("JAX_COMPILATION_CACHE_DIR")
 
 
 def _directory(config: RuntimeConfig) -> str | None:

@@ -27,6 +27,7 @@ from jaxlc.config.flops import (
 from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.models.model_schema import LayerConfig
+from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core import UserError
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
@@ -40,8 +41,6 @@ from jaxlc.step.memory import StateBytes, activation_bytes, pinned_bytes, state_
 from jaxlc.step.remat import saves_attention
 from jaxlc.step.step import build_step
 
-# down: never recomputed
-_PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
 _TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see attention/query_tiles.py
 # Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b with 1M tokens that
 # were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
@@ -215,7 +214,8 @@ class Layout:
         all_forward = sum(forward.values())
         is_saved = memory.remat == "none" or saves_attention(memory)
         reruns = float(group > 1) if is_saved else 2 - 1 / group
-        recomputed = sum(forward[name] for name in _PRODUCTS[:-1] if name not in _saved(memory))
+        # down is never recomputed
+        recomputed = sum(forward[name] for name in MATMUL_NAMES[:-1] if name not in _saved(memory))
         recomputed += (1 - 1 / group) * all_forward
         attention = (1 + reruns) * attention_forward + attention_backward
         kernels = (
@@ -295,7 +295,7 @@ class Layout:
         widths = (dims.queries, *[dims.expanded / 2] * 2, dims.query, *[dims.ffn] * 3)
         forward = {
             name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
-            for name, width in zip(_PRODUCTS, widths, strict=True)
+            for name, width in zip(MATMUL_NAMES, widths, strict=True)
         }
         # Products of the same sizes give the gradients of activations, and of trained weights.
         return forward, self.backward_products * sum(forward.values())

@@ -38,12 +38,17 @@ def make_remat(memory: MemoryConfig, num_compiled: int = 1) -> Remat:
     """
     if memory.remat == "none":
         return Remat(lambda layer, in_loop=False: layer, lambda group: group, 1)
+    # Whether a recomputation has to wait for the gradients of its results (`prevent_cse`). A scan
+    # with one layer per iteration does not need it. If an iteration has several layers, XLA could
+    # recompute all of them first. It could also merge recomputations with the forward pass, if the
+    # scan has one iteration and is inlined.
+    needs_barriers = num_compiled > 1
     if memory.layers_per_remat_group == 1:
         return Remat(
-            _checkpoint(memory, memory.save, memory.offload, num_compiled), lambda group: group, 1
+            _checkpoint(memory, memory.save, memory.offload, needs_barriers), lambda group: group, 1
         )
-    wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), num_compiled)
-    wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, num_compiled)
+    wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), needs_barriers)
+    wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, needs_barriers)
     return Remat(wrap_layer, wrap_group, memory.layers_per_remat_group)
 
 
@@ -59,7 +64,7 @@ def saves_attention(memory: MemoryConfig) -> bool:
 
 
 def _checkpoint(
-    memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], num_compiled: int
+    memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], needs_barriers: bool
 ) -> Callable:
     saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
     policy = _policy(saved, offload)
@@ -70,23 +75,12 @@ def _checkpoint(
 
     def wrap_layer(layer: Callable, in_loop: bool = False) -> Callable:
         # Barriers would copy the float32 weights of the layer out of their stack.
-        needs_barriers = _needs_barriers(num_compiled) and not in_loop
-        return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers and not in_loop)
 
     return wrap_layer
 
 
-def _needs_barriers(num_compiled: int) -> bool:
-    """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
-
-    A scan with one layer per iteration does not need it. If an iteration has several layers, XLA
-    could recompute all of them first. It could also merge recomputations with the forward pass, if
-    the scan has one iteration and is inlined.
-    """
-    return num_compiled > 1
-
-
-def _group_checkpoint(offloads_input: bool, num_compiled: int) -> Callable:
+def _group_checkpoint(offloads_input: bool, needs_barriers: bool) -> Callable:
     # Not "residual": every layer names its input that, and a group saves only its own.
     name = "group_residual"
     policy = _policy((CHOICE,), (name,) if offloads_input else ())
@@ -95,7 +89,7 @@ def _group_checkpoint(offloads_input: bool, num_compiled: int) -> Callable:
         def named(x_BTD, *operands):
             return group(checkpoint_name(x_BTD, name), *operands)
 
-        return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(num_compiled))
+        return jax.checkpoint(named, policy=policy, prevent_cse=needs_barriers)
 
     return wrap_group
 
