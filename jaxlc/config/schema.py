@@ -576,19 +576,19 @@ class DataConfig:
 class RunConfig:
     """The sections of a config except the model."""
 
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    evals: EvalsConfig = field(default_factory=EvalsConfig)
-    posttrain: PosttrainConfig = field(default_factory=PosttrainConfig)
-    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    lora: LoraConfig = LoraConfig()
+    mesh: MeshConfig = MeshConfig()
+    attention: AttentionConfig = AttentionConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    train: TrainConfig = TrainConfig()
+    profile: ProfileConfig = ProfileConfig()
+    evals: EvalsConfig = EvalsConfig()
+    posttrain: PosttrainConfig = PosttrainConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
 
     @property
     def tokens_per_step(self) -> int:
