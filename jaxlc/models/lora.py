@@ -46,7 +46,7 @@ from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.values import flattened, invalid_value
 from jaxlc.core import UserError, is_layers, scopes
 from jaxlc.core.axes import LAYERS
-from jaxlc.models.matmuls import in_use, product
+from jaxlc.models.matmuls import dims_of_product, in_use, product
 from jaxlc.sharding.rules import Sharder
 
 LORA = "lora"  # entry of the adapters of a block in the parameter tree
@@ -79,8 +79,7 @@ class Adapter(nnx.Module):
     def __call__(self, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
         """scale (x a) b, in the dtype of x, of a projection that is not one of experts;
         `subscripts` are those of its product."""
-        operands, _, out_dims = subscripts.partition("->")
-        x_dims, _, w_dims = operands.partition(",")
+        x_dims, w_dims, out_dims = dims_of_product(subscripts)
         token_dims = x_dims[:2]
         to_rank = functools.partial(product, f"{x_dims},{x_dims[2:]}R->{token_dims}R")
         x_BTR = shard.product(to_rank, x, in_use(self.a, shard, x.dtype), self.a.dims)

@@ -12,6 +12,7 @@ parameters, and its "gradient" is its next value (as in `flax.linen.fp8_ops`).
 """
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,8 +118,7 @@ def _float32_gradient_forward(subscripts, x, w):
 
 def _float32_gradient_backward(subscripts, residuals, dout):
     x, w = residuals
-    operands, _, out_dims = subscripts.partition("->")
-    x_dims, _, w_dims = operands.partition(",")
+    x_dims, w_dims, out_dims = dims_of_product(subscripts)
     dx = jnp.einsum(f"{out_dims},{w_dims}->{x_dims}", dout, w)
     return dx, jnp.einsum(
         f"{x_dims},{out_dims}->{w_dims}", x, dout, preferred_element_type=jnp.float32
@@ -128,12 +128,16 @@ def _float32_gradient_backward(subscripts, residuals, dout):
 float32_gradient_product.defvjp(_float32_gradient_forward, _float32_gradient_backward)
 
 
+def dims_of_product(subscripts: str) -> list[str]:
+    """["BTD", "DNH", "BTNH"] of "BTD,DNH->BTNH"."""
+    return re.split(",|->", subscripts)
+
+
 def _num_contracted(subscripts: str) -> int:
     """Number of contracted dimensions, 1 for "BTD,DNH->BTNH": the last of x and the first of w, in
     the same order.
     """
-    operands, _, result = subscripts.partition("->")
-    x, _, w = operands.partition(",")
+    x, w, result = dims_of_product(subscripts)
     num_contracted = (len(x) + len(w) - len(result)) // 2
     assert (
         x[:-num_contracted] + w[num_contracted:] == result
