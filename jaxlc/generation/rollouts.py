@@ -3,7 +3,7 @@ training: answers to prompts, with their rewards.
 
 For a server, the policy after each step is an adapter in a directory that the server sees, too.
 Step s is trained on answers of version max(0, s - 1 - rollouts.lag). A version, the number of the
-step that made it, is written once. After a restart the same requests are made again, of the same
+step that made it, is written once by each start. After a restart the same requests are made again, of the same
 versions with the same seeds, and files of rollouts that exist are used.
 """
 
@@ -262,7 +262,10 @@ def _num_without_advantage(records: Sequence[Mapping[str, Any]]) -> int:
     return sum(num_rewards[group] < 2 for group in groups)
 
 
-ADAPTERS = "adapters"  # the directory in the workdir
+def adapters_directory(config: Config, workdir: Path) -> Path:
+    """The directory of the versions of the policy."""
+    setting = config.rollouts.server_directory
+    return (local_path(setting) if setting else workdir / "adapters").absolute()
 
 
 class ServerRollouts(RolloutMaker):
@@ -270,9 +273,7 @@ class ServerRollouts(RolloutMaker):
 
     def __init__(self, step: TrainStep, source: Rollouts):
         super().__init__(step, source)
-        setting = step.config.rollouts.server_directory
-        directory = local_path(setting) if setting else source.workdir / ADAPTERS
-        self._directory = directory.absolute()
+        self._directory = adapters_directory(step.config, source.workdir)
         self._server = Server(
             url=step.config.rollouts.server,
             config=step.config,

@@ -55,7 +55,11 @@ from jaxlc.train.reports.manifest import (
 from jaxlc.train.reports.metrics import MetricsLog, WandbWriter, open_metrics
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.run_report import step_lines
-from jaxlc.train.reports.step_reports import StepReports, write_lost_files
+from jaxlc.train.reports.step_reports import (
+    StepReports,
+    remove_later_outputs,
+    write_lost_files,
+)
 from jaxlc.train.result import Result
 from jaxlc.train.stage import StageRun, open_workdir
 from jaxlc.train.stage_setup import (
@@ -339,6 +343,7 @@ def _open_metrics(
     stage = stage_until(stages, position.step)
     if is_primary:
         write_lost_files(stage, workdir, position)
+        remove_later_outputs(config, workdir, position.step)
     if is_primary and config.train.wandb_project:
         run_id = read_manifest(workdir)["run_id"]
         settings = stored_settings(workdir)

@@ -50,7 +50,14 @@ def test_uninterrupted_run_logs_every_step(uninterrupted):
 
 def test_run_killed_between_checkpoints_resumes_bitwise(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
+    # of an earlier start, perhaps with other settings
+    samples = [workdir / "samples" / f"{step}.jsonl" for step in (4, 13)]
+    exports = [workdir / name / str(step) for name in ("exported", "adapters") for step in (4, 13)]
+    for path in (*samples, *exports):
+        path.parent.mkdir(exist_ok=True)
+        path.touch() if path.suffix else path.mkdir()
     output = runs.train(config, workdir)
+    assert [path.exists() for path in (*samples, *exports)] == [True, False] * 3
     assert re.search(r"resuming from step (8|12) ", output), output
     assert runs.rows(workdir) == uninterrupted  # bitwise: floats survive JSON
     log = (workdir / "log.txt").read_text()

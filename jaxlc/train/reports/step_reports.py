@@ -5,6 +5,7 @@ not finite.
 import dataclasses
 import functools
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.posttrain.rollouts import DECODED, RolloutSequences, write_rollouts
+from jaxlc.config import Config
+from jaxlc.generation.generate_text import SAMPLES
+from jaxlc.generation.rollouts import adapters_directory
+from jaxlc.posttrain.rollouts import DECODED, EXPORTED, RolloutSequences, write_rollouts
 from jaxlc.step.loss import ExpertMetrics
 from jaxlc.step.precision import is_retried
 from jaxlc.step.step import StepMetrics
@@ -208,6 +212,17 @@ def write_lost_files(stage: PreparedStage, workdir: Path, position: Position) ->
         for step in {row["step"] for row in position.rows}:
             if stage.source.train.path(step).is_file():  # another program may have removed it
                 _write_decoded(stage.source.train, workdir, step)
+
+
+def remove_later_outputs(config: Config, workdir: Path, step: int) -> None:
+    """Removes the samples and exports of steps after a checkpoint: with other settings or on another mesh, these steps
+    make others.
+    """
+    adapters = adapters_directory(config, workdir)
+    for directory in (workdir / SAMPLES, workdir / EXPORTED, adapters):
+        for path in directory.glob("[0-9]*"):
+            if path.stem.isdigit() and int(path.stem) > step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _write_decoded(rollouts: RolloutSequences, workdir: Path, step: int) -> None:
