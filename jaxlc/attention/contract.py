@@ -47,6 +47,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+OutLse = tuple[jax.Array, jax.Array]  # (out, lse)
+KeysValues = tuple[jax.Array, jax.Array]  # (k, v), or their gradients
+Gradients = tuple[jax.Array, jax.Array, jax.Array]  # (dq, dk, dv)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -268,7 +272,7 @@ class Kernel(Protocol):
         v_BSKH: jax.Array,
         ranges: KeyRanges | None,
         spec: AttentionSpec,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> OutLse:
         """Returns (out_BTNH, in q's dtype or float32, and lse_BNT, float32)."""
 
     def backward(
@@ -279,7 +283,7 @@ class Kernel(Protocol):
         ranges: KeyRanges | None,
         spec: AttentionSpec,
         results: QueryResults,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> Gradients:
         """Returns (dq_BTNH, dk_BSKH, dv_BSKH), in q's dtype or float32."""
 
 
@@ -299,9 +303,7 @@ def prepared(
     return ranges if prepare is None or ranges is None else prepare(ranges, num_keys, spec)
 
 
-def join(
-    out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def join(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array | None) -> OutLse:
     """(out, lse) with the sinks in the denominator, in the dtypes of the arguments; without sinks,
     the arguments.
     """
@@ -335,7 +337,7 @@ def append_tokens(x_BT: jax.Array, num_tokens: int, mode: str = "constant") -> j
 
 def merge(
     out_a_BTNH: jax.Array, lse_a_BNT: jax.Array, out_b_BTNH: jax.Array, lse_b_BNT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """(out, lse) over the union of two disjoint sets of keys, from the (out, lse) of each set; all
     float32.
 
@@ -359,7 +361,7 @@ def merge(
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
 
 
-def merge_parts(out_PBTNH: jax.Array, lse_PBNT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge_parts(out_PBTNH: jax.Array, lse_PBNT: jax.Array) -> OutLse:
     """`merge` of P disjoint sets of keys at once: (out_BTNH, lse_BNT) over their union; all
     float32.
     """

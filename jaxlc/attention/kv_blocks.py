@@ -39,6 +39,7 @@ from jaxlc.attention.contract import (
     AttentionSpec,
     Kernel,
     KeyRanges,
+    OutLse,
     QueryResults,
     TreeRanges,
     merge,
@@ -125,7 +126,7 @@ class GroupState(NamedTuple):
         tokens = block.shape[_TOKENS_DIM] // self.num_block_subchunks
         return lax.dynamic_update_slice_in_dim(block, kv, first * tokens, _TOKENS_DIM)
 
-    def forward(self, q_PbtnH: jax.Array, kv_block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def forward(self, q_PbtnH: jax.Array, kv_block: jax.Array) -> OutLse:
         """(out_PbtnH, lse_Pbnt) over the keys of all groups, float32."""
         # overlaps with attention over the group's own block
         block = self._send(kv_block, after=q_PbtnH)
@@ -369,7 +370,7 @@ class SlidingSteps(NamedTuple):
 
     group: GroupState
 
-    def forward(self, q_PbtnH: jax.Array, kv_ext: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def forward(self, q_PbtnH: jax.Array, kv_ext: jax.Array) -> OutLse:
         """(out_PbtnH, lse_Pbnt float32) over the keys in the window."""
         kernel = self.group.kernel
         spec = self.group.spec

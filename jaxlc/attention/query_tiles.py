@@ -45,7 +45,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import contract
-from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeysValues, OutLse, QueryResults
 from jaxlc.attention.kernels.choose import SharedPrefixKernel
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
 from jaxlc.attention.kv_blocks import CHUNKS, GroupState, SlidingSteps
@@ -241,7 +241,7 @@ class TiledAttention:
 
         return self._split(local, (self._blocks, self._ranges), self._blocks)(kv, ranges)
 
-    def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
+    def take(self, dkv: jax.Array, tile) -> KeysValues:
         """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for
         this tile.
         """
@@ -261,7 +261,7 @@ class TiledAttention:
 
     def forward(
         self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> OutLse:
         """Attention of a tile's queries over all keys.
 
         Args:

@@ -13,7 +13,15 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import contract
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, merge, merge_parts, prepared
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    Kernel,
+    KeyRanges,
+    OutLse,
+    merge,
+    merge_parts,
+    prepared,
+)
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
@@ -54,7 +62,7 @@ def attend_one(
     layer: jax.Array,
     num_keys_B: jax.Array,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """Attention of one query per sequence over a layer of the KV cache, which is read in place.
 
     On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once.

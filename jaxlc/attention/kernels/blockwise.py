@@ -25,6 +25,7 @@ from jaxlc.attention.contract import (
     AttentionProblem,
     AttentionSpec,
     KeyRanges,
+    OutLse,
     QueryResults,
     implicit_ranges,
     pad_tokens,
@@ -169,7 +170,7 @@ def forward(
     v_BSKH: jax.Array,
     ranges: KeyRanges | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """See `contract.Kernel.forward`.
 
     Raises:
@@ -237,9 +238,7 @@ def _of_head(queries: Queries, keys: Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[Quer
     )
 
 
-def _forward_of_head(
-    queries: Queries, keys: Keys, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
+def _forward_of_head(queries: Queries, keys: Keys, spec: AttentionSpec) -> OutLse:
     """(out_IBHR, lse_IB1R)"""
     _, batch, rows, head_dim = queries.q_IBRH.shape
     value_dim = keys.v_JBSH.shape[-1]

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults, OutLse
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.cudnn_packed import Block, Bucket, DocumentRows, document_of_rows
 from jaxlc.core import Unsupported, reason_of
@@ -165,7 +165,7 @@ def _ffi_call(name: str, results: tuple, operands: tuple, spec: AttentionSpec, *
     )
 
 
-def ffi_forward(q, k, v, *offsets, spec: AttentionSpec, **settings) -> tuple[jax.Array, jax.Array]:
+def ffi_forward(q, k, v, *offsets, spec: AttentionSpec, **settings) -> OutLse:
     """(out, lse float32) of one call; with offsets, of arrays [tokens, heads, H]."""
     *batch, num_tokens, num_heads, _ = q.shape
     shapes = (*batch, num_heads, num_tokens), (1, 1, 1, 1), (1, 1, 1)

@@ -35,7 +35,9 @@ from jax import lax
 from jaxlc.attention.contract import (
     AttentionProblem,
     AttentionSpec,
+    Gradients,
     KeyRanges,
+    OutLse,
     QueryResults,
     add_dlse_term,
     explicit_ranges,
@@ -87,7 +89,7 @@ def tokamax_forward(
     *,
     scale: float,
     generation: str,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """Returns (out_BTNH, lse_BNT), float32. A fully masked row has out 0, lse -inf.
 
     Args:
@@ -122,7 +124,7 @@ def tokamax_backward(
     *,
     scale: float,
     generation: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Gradients:
     """Returns (dq, dk, dv) in q's dtype, without the gradient of the lse. The ranges of `mask` skip no blocks.
 
     Args:
@@ -261,7 +263,7 @@ def forward(
     v_BSKH: jax.Array,
     ranges: KeyRanges | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """See `contract.Kernel.forward`.
 
     Raises:
@@ -338,7 +340,7 @@ class _Queries(NamedTuple):
 
 def _gradients(
     call: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, is_causal: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Gradients:
     """(dq_BTNH, dk_BSKH, dv_BSKH), float32: one call, or one for each pair of blocks that is not
     fully masked.
     """
@@ -379,7 +381,7 @@ def _sum_over_pairs(
     v_BSKH: jax.Array,
     q_block: int,
     kv_block: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Gradients:
     """The sums of (dq, dk, dv) over pairs of a query block and a KV block; block sizes divide T and
     S.
     """

@@ -32,7 +32,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    KeyRanges,
+    KeysValues,
+    OutLse,
+    QueryResults,
+)
 from jaxlc.attention.key_ranges import (
     MAX_HEAD_DIM,
     MIN_BLOCK_TOKENS,
@@ -308,7 +315,7 @@ def flash_dkv(
     ranges: Ranges | None,
     stats: QueryStats,
     params: KernelParams,
-) -> tuple[jax.Array, jax.Array]:
+) -> KeysValues:
     """Returns (dk_BSKH, dv_BSKH), float32, summed over the query heads of each key/value head."""
     mask = params.mask
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
@@ -400,7 +407,7 @@ def flash_forward(
     blocks: jax.Array | None = None,
     *,
     params: KernelParams,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """Returns (out_BTNH, lse_BNT), both float32. A fully masked row has out 0, lse -inf.
 
     Args:
@@ -510,7 +517,7 @@ def forward(
     v_BSKH: jax.Array,
     ranges: KeyRanges | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """See `contract.Kernel.forward`."""
 
     return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, ranges))
@@ -524,7 +531,7 @@ def forward_in_layer(
     layer: jax.Array,
     ranges: KeyRanges,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """See `contract`."""
 
     mask = _params("flash_forward", q_BTNH, k_BLSKH, v_BLSKH, spec).mask

@@ -12,6 +12,7 @@ from jaxlc.attention.contract import (
     AttentionProblem,
     AttentionSpec,
     KeyRanges,
+    OutLse,
     QueryResults,
     explicit_ranges,
 )
@@ -48,7 +49,7 @@ def forward(
     v_BSKH: jax.Array,
     ranges: KeyRanges | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """softmax(scale q k^T) v over the visible keys. Returns (out_BTNH, lse_BNT), both float32."""
     scores_BNTS = _scores_BNTS(q_BTNH, k_BSKH, ranges, spec)
     # For fully masked rows the maximum and the sum are replaced, so that no gradient contains inf -

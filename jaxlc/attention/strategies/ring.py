@@ -38,7 +38,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, calls_of, merge, prepared
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    Kernel,
+    KeysValues,
+    QueryResults,
+    calls_of,
+    merge,
+    prepared,
+)
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.strategies.strategy import Expansion, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
@@ -80,7 +88,7 @@ class HeadBlocks(NamedTuple):
     def packed(self) -> jax.Array:
         return _pack(*self)
 
-    def keys_values(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, block: jax.Array) -> KeysValues:
         return _unpack(block, *self)
 
     def gradient(self, block: jax.Array, dk, dv) -> tuple[jax.Array, tuple]:
@@ -88,7 +96,7 @@ class HeadBlocks(NamedTuple):
         del block
         return _pack(dk, dv).astype(jnp.float32), ()
 
-    def gradients(self, dblock: jax.Array, dweights: tuple) -> tuple[jax.Array, jax.Array]:
+    def gradients(self, dblock: jax.Array, dweights: tuple) -> KeysValues:
         """The gradients of `ShardedQKV.k_bskH` and v_bskH."""
         del dweights
         return _unpack(dblock, *self)
@@ -106,7 +114,7 @@ class LatentBlocks(NamedTuple):
     def packed(self) -> jax.Array:
         return self.latent_bsC.astype(self.dtype)
 
-    def keys_values(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, block: jax.Array) -> KeysValues:
         return self.weights.keys_values(block)
 
     def gradient(self, block: jax.Array, dk, dv) -> tuple[jax.Array, Expansion]:
@@ -436,5 +444,5 @@ def _pack(k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate([k.reshape(-1), v.reshape(-1)])
 
 
-def _unpack(block: jax.Array, k_like: jax.Array, v_like: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _unpack(block: jax.Array, k_like: jax.Array, v_like: jax.Array) -> KeysValues:
     return block[: k_like.size].reshape(k_like.shape), block[k_like.size :].reshape(v_like.shape)

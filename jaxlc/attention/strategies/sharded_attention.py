@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import key_ranges
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, OutLse
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
@@ -301,7 +301,7 @@ class ShardedAttention:
         v_BSKH: jax.Array | Expansion,
         ranges=None,
         sinks_N: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> OutLse:
         """(out_BTNH, lse_BNT float32).
 
         Where the ranks of the head axis exceed K, key/value heads are repeated here, outside `shard_map`, so that their
@@ -408,7 +408,7 @@ def attend_shard(
     spec: AttentionSpec,
     ranks: tuple[Ranks, ...],
     token_order: TokenOrder,
-) -> tuple[jax.Array, jax.Array]:
+) -> OutLse:
     """(out_btnH, lse_bnt float32) of this rank's shard; runs inside `shard_map`. See
     `ShardedAttention`.
     """
@@ -421,7 +421,7 @@ def attend_shard(
     q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
     outer, *inner = ranks
 
-    def attend(qkv: ShardedQKV) -> tuple[jax.Array, jax.Array]:
+    def attend(qkv: ShardedQKV) -> OutLse:
         return strategy_of(config, spec.window).attend(qkv, kernel, spec, outer)
 
     for group in inner:

@@ -23,7 +23,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.attention import contract
-from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    Gradients,
+    Kernel,
+    KeysValues,
+    OutLse,
+    QueryResults,
+)
 from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes, suggestion
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
@@ -259,7 +266,7 @@ class Expansion:
         return self.weight_RnE + jnp.einsum("Rr,rnE->RnE", self.a_Rr, self.b_rnE)
 
     @jax.named_scope(scopes.EXPANSION)
-    def keys_values(self, latent_bsC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, latent_bsC: jax.Array) -> KeysValues:
         """k_bsnH and v_bsnV, in the dtype of the latents.
 
         Args:
@@ -275,9 +282,7 @@ class Expansion:
         return split_expanded(expanded, shared_bsP, self.own_dim)
 
 
-def split_expanded(
-    expanded_bsnE: jax.Array, shared_bsP: jax.Array, own_dim: int
-) -> tuple[jax.Array, jax.Array]:
+def split_expanded(expanded_bsnE: jax.Array, shared_bsP: jax.Array, own_dim: int) -> KeysValues:
     """k_bsnH and v_bsnV from the products of latents and the part of the key that all heads share."""
     own, v_bsnV = jnp.split(expanded_bsnE, [own_dim], axis=-1)
     shared = jnp.broadcast_to(shared_bsP[:, :, None], (*own.shape[:-1], shared_bsP.shape[-1]))
@@ -313,10 +318,10 @@ def repeat_heads(x: jax.Array, num_ranks: int, axis: int = 2) -> jax.Array:
     return x if num_heads % num_ranks == 0 else jnp.repeat(x, num_ranks // num_heads, axis=axis)
 
 
-ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array]]
+ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], OutLse]
 BackwardFn = Callable[
     [ShardedQKV, QueryResults, Kernel, AttentionSpec, Ranks | None],
-    tuple[jax.Array, jax.Array, jax.Array],
+    Gradients,
 ]
 
 

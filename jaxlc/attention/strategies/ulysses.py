@@ -27,7 +27,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, prepared
+from jaxlc.attention.contract import AttentionSpec, Kernel, OutLse, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, repeat_heads
 from jaxlc.core import Unsupported, scopes
@@ -61,9 +61,7 @@ def gather_tokens(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
     return tokens.map(gather)
 
 
-def attend(
-    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
-) -> tuple[jax.Array, jax.Array]:
+def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> OutLse:
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
 
     Raises:
@@ -87,7 +85,7 @@ def _backward(
 attend_on_device = attention_vjp(_forward, _backward)
 
 
-def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> OutLse:
     """`attend_tokens(qkv)` on the tokens of all ranks, in natural order, and on this rank's share
     of the heads.
 

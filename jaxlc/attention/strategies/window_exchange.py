@@ -27,7 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    Kernel,
+    KeyRanges,
+    OutLse,
+    QueryResults,
+    TreeRanges,
+)
 from jaxlc.attention.key_ranges import (
     TokenInfo,
     first_own_key,
@@ -255,7 +262,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpe
 _attend = attention_vjp(_forward, _backward)
 
 
-def attend(qkv: ShardedQKV, *settings) -> tuple[jax.Array, jax.Array]:
+def attend(qkv: ShardedQKV, *settings) -> OutLse:
     """See `sharded_attention.Strategy`; without ranges, tokens are in zigzag order."""
     attend_window = _attend_in_zigzag_order if qkv.ranges is None else _attend
     return attend_window(qkv, *settings)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from jaxlc.attention.contract import KeysValues
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
@@ -192,9 +193,7 @@ class Attention(SoftmaxAttention):
         return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
-    def keys_values(
-        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
-    ) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> KeysValues:
         """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over
         tensor.
         """

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
-from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.contract import AttentionSpec, KeysValues
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import ModelConfig
@@ -95,9 +95,7 @@ class LatentAttention(SoftmaxAttention):
         latents = latent_BTC.astype(jnp.float32), weights
         return (q_BTNH, *keys_values, None, latents), None
 
-    def keys_values(
-        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
-    ) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> KeysValues:
         """Returns (k_BTNH, v_BTNH), K with RoPE in its last dimensions, and V padded with zeros to the
         width of K, since not all kernels take values of another width. `x_BTD` is the input of the
         block, gathered over tensor.
@@ -114,7 +112,7 @@ class LatentAttention(SoftmaxAttention):
         return checkpoint_name(latent_BTC, "latent")
 
     @jax.named_scope(scopes.EXPANSION)
-    def _expanded(self, latent_BTC: jax.Array, *, shard: Sharder) -> tuple[jax.Array, jax.Array]:
+    def _expanded(self, latent_BTC: jax.Array, *, shard: Sharder) -> KeysValues:
         """`keys_values` of latents."""
         latent_BTL, shared_BTP = jnp.split(latent_BTC, [self.rank], axis=-1)
         expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, self.wkv_up, shard=shard)
