@@ -62,7 +62,15 @@ from jaxlc.data.tokens.tokenizers import (
 )
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import BLOCKS, SCALES, Nf4Tensor, TensorFiles, TensorWriter
-from jaxlc.hf.load import Layout, language_tensors, layouts_of, open_files, read_shard, shapes_of
+from jaxlc.hf.load import (
+    Layout,
+    Layouts,
+    language_tensors,
+    layouts_of,
+    open_files,
+    read_shard,
+    shapes_of,
+)
 from jaxlc.models.quantized import FORMATS, MX_BLOCK, Mxfp4, is_quantized
 
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -491,7 +499,7 @@ def _write_mxfp4(files: TensorWriter, layout: Layout, experts: Mxfp4) -> None:
 
 
 def _described(
-    layouts: dict[str, Layout], dtype: str, in_mxfp4: Set[str]
+    layouts: Layouts, dtype: str, in_mxfp4: Set[str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of all tensors: embedding, layer by layer, final norm, head."""
     tensors = []

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxlc.config import Config
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.core.files import fingerprint_of, locked_at_once, read_json_file, replacing, sha256_of
 from jaxlc.runtime.watchdog import Program, on_process_0, problem_of_any_process
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
@@ -396,7 +396,7 @@ class Evaluations:
     each stage, and those that wait for their evaluation.
     """
 
-    def __init__(self, directory: Path, num_best: int, warn: Callable[[str], None]):
+    def __init__(self, directory: Path, num_best: int, warn: Log):
         """
         Args:
           directory: of the checkpoints.
@@ -414,7 +414,7 @@ class Evaluations:
             except (OSError, ValueError):  # damaged
                 continue
 
-    def _stored(self, warn: Callable[[str], None]) -> dict[int, dict[str, Any]]:
+    def _stored(self, warn: Log) -> dict[int, dict[str, Any]]:
         try:
             return read_evaluations(self._directory)
         except (OSError, ValueError) as error:

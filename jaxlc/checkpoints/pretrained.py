@@ -9,7 +9,7 @@ does not resume, and is not loaded, with another base model.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxlc.config.models.pretrained import (
     with_overrides,
 )
 from jaxlc.config.values import defaults_of
-from jaxlc.core import Unsupported, UserError, count_text
+from jaxlc.core import Unsupported, Update, UserError, count_text
 from jaxlc.core.files import displayed, fingerprint_of, groups_within, sha256_of, write_json
 from jaxlc.hf.adapters import base_note, read_adapters
 from jaxlc.hf.files import StoredTensor, TensorFiles
@@ -62,7 +62,7 @@ def check_pretrained(step: TrainStep) -> None:
 
 def load_pretrained(
     step: TrainStep,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Update | None = None,
     *,
     initial_adapters: bool = False,
 ) -> tuple[dict, str]:

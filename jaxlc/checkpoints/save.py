@@ -43,7 +43,7 @@ from jaxlc.checkpoints.files import (
     words_as_keys,
 )
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.core.errors import WriteError
 from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.interrupts import call_within
@@ -255,7 +255,7 @@ class Checkpoints:
         directory: str | Path,
         *,
         keep: int,
-        warn: Callable[[str], None],
+        warn: Log,
         keep_steps: Sequence[int] = (),
         keep_every: int = 0,
         keep_best: int = 0,

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import UserError, print_to_stderr, progress_lines
+from jaxlc.core import Log, UserError, print_to_stderr, progress_lines
 from jaxlc.core.files import local_path
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
@@ -94,7 +94,7 @@ def target_topology(topology: str, config: Config) -> str:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Log]:
     """Yields a function that shows what is compiled from its call on, on stderr."""
     with contextlib.ExitStack() as lines:
         lines.enter_context(progress_lines("starting"))

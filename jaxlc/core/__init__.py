@@ -19,6 +19,7 @@ from jaxlc.core.errors import (
     reason_of,
 )
 from jaxlc.core.text import (
+    Log,
     Update,
     aligned,
     count_text,
@@ -37,6 +38,7 @@ from jaxlc.core.text import (
 __all__ = [
     "BATCH_AXES",
     "CONTEXT",
+    "Log",
     "MESH_AXES",
     "TENSOR",
     "SettingError",

@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxlc import interrupts
 from jaxlc.core.errors import DiskFullError, UserError, reason_of
-from jaxlc.core.text import nearest_name
+from jaxlc.core.text import Log, nearest_name
 
 _LETTERS = 16  # of a SHA-256 digest
 
@@ -215,7 +215,10 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
+Arrays = dict[str, np.ndarray]  # by name
+
+
+def read_arrays(path: Path) -> Arrays:
     """The arrays of a file that `numpy.savez` wrote; nothing is unpickled.
 
     Raises:
@@ -295,7 +298,7 @@ class LockHeld(UserError):
 @contextmanager
 def locked(
     path: Path,
-    on_wait: Callable[[str], None],
+    on_wait: Log,
     *,
     timeout_seconds: float = math.inf,
     on_unsupported: Callable[[], None] = lambda: None,
@@ -336,7 +339,7 @@ def locked(
 
 def _acquired(
     path: Path,
-    on_wait: Callable[[str], None],
+    on_wait: Log,
     timeout_seconds: float,
     on_unsupported: Callable[[], None],
     problem: str,

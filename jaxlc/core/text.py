@@ -87,6 +87,7 @@ def aligned(rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
 
 
 SECONDS_BETWEEN_LINES = 10.0
+Log = Callable[[str], None]  # prints one line
 Update = Callable[[int, int], None]  # called with the amount done and in total
 
 
@@ -110,7 +111,7 @@ def _is_terminal() -> bool:
 
 @contextlib.contextmanager
 def progress_lines(
-    what: str, *, is_shown: bool = True, log: Callable[[str], None] = print_to_stderr
+    what: str, *, is_shown: bool = True, log: Log = print_to_stderr
 ) -> Iterator[Update]:
     """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is
     shorter. In a terminal it is a bar, of the outermost of such contexts.

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config, Stage, load_stages
-from jaxlc.core import aligned, checked, count_text, paragraph, plot_style, progress_lines
+from jaxlc.core import Log, aligned, checked, count_text, paragraph, plot_style, progress_lines
 from jaxlc.data import data_sources
 from jaxlc.data.data_sources import with_epochs
 from jaxlc.data.sequences.loader import DataSource, SourceShare, SourceView
@@ -186,9 +186,7 @@ def show(config: ConfigDict | Config, *, num: int = 3) -> Examples:
     return examples_of_stages(load_stages(config), num)
 
 
-def examples_of_stages(
-    stages: Sequence[Stage], num: int, log: Callable[[str], None] | None = None
-) -> Examples:
+def examples_of_stages(stages: Sequence[Stage], num: int, log: Log | None = None) -> Examples:
     """As `show`.
 
     Args:
@@ -221,7 +219,7 @@ def examples_of_stages(
     return Examples(sources=tuple(sources.values()), warnings=tuple(warnings))
 
 
-def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
+def open_shown(config: Config, log: Log | None) -> DataSource:
     """What a run trains on; for rollouts of the policy, their prompts.
 
     Args:

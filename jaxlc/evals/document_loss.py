@@ -19,7 +19,7 @@ import numpy as np
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core import UserError
-from jaxlc.core.files import read_json_lines, sha256_of
+from jaxlc.core.files import Arrays, read_json_lines, sha256_of
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -63,7 +63,7 @@ class DocumentSums:
         """The mean loss per token over all positions; arrays of one entry."""
         return estimate(self.loss.sum(1, keepdims=True), self.weight.sum(1, keepdims=True))
 
-    def by_position(self, name: str) -> dict[str, np.ndarray]:
+    def by_position(self, name: str) -> Arrays:
         """Columns of equal length, for `pandas.DataFrame`; one row per bin that has target tokens.
 
         first_position, last_position    int64    the positions of the bin, both included
@@ -98,9 +98,7 @@ def position_edges(num_tokens: int) -> np.ndarray:
     return np.append(edges[edges < num_tokens], num_tokens)
 
 
-def sum_documents(
-    sequence: dict[str, np.ndarray], losses_S: np.ndarray, edges: np.ndarray
-) -> DocumentSums:
+def sum_documents(sequence: Arrays, losses_S: np.ndarray, edges: np.ndarray) -> DocumentSums:
     """The sums of one sequence.
 
     Args:

@@ -27,7 +27,7 @@ from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.core.files import fingerprint_of, local_path, locked, locked_at_once
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
@@ -253,7 +253,7 @@ class EvaluatedModel:
     directory: Path  # where its results are written
     # During training: prints a line. Results of another identity are replaced, and another evaluation into
     # the directory is waited for. None: both are refused.
-    log: Callable[[str], None] | None = None
+    log: Log | None = None
 
     def evaluate(self, settings: EvalsConfig, report: Report) -> list[ScoreRow]:
         """Evaluates the model, writes the scores, and returns them; `report` is called with each
@@ -429,9 +429,7 @@ class TrainingScorer:
         except UserError as error:
             raise UserError(f"config.evals: {error}") from error
 
-    def __call__(
-        self, params: dict, step: int, workdir: Path, log: Callable[[str], None]
-    ) -> list[NamedScore]:
+    def __call__(self, params: dict, step: int, workdir: Path, log: Log) -> list[NamedScore]:
         """Evaluates the parameters of `step` and writes predictions, scores and figures to
         `workdir`/evals.
 

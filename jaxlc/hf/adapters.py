@@ -25,9 +25,9 @@ from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
 from jaxlc.core import Unsupported, UserError, raise_all
-from jaxlc.core.files import ADAPTER_FILE, local_path, write_json
+from jaxlc.core.files import ADAPTER_FILE, Arrays, local_path, write_json
 from jaxlc.hf.files import TensorFiles
-from jaxlc.hf.load import Layout, language_model_tensors, layouts_of, paths_of
+from jaxlc.hf.load import Layout, Layouts, language_model_tensors, layouts_of, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
@@ -54,7 +54,7 @@ class Params(Protocol):
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # by path
 
-    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]: ...
+    def read(self, paths: Iterable[str]) -> Arrays: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +169,7 @@ def write_adapters(
     write_json(target / ADAPTER_FILE, content)
 
 
-def read_adapters(
-    config: Config, abstract: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, np.ndarray]:
+def read_adapters(config: Config, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
     """The adapters in config.lora.init_from by path, float32: the inverse of `write_adapters`.
 
     `peft` gives a module of several projections one adapter of the usual rank: lora_A is that of
@@ -272,13 +270,13 @@ def base_note(config: Config) -> str:
     return f", which were trained on {base}: check that its weights are those of {model}"
 
 
-def _tensors_of(projections: Sequence[str], layouts: dict[str, Layout]) -> set[str]:
+def _tensors_of(projections: Sequence[str], layouts: Layouts) -> set[str]:
     """The names of the tensors of these projections in the first layers that have them."""
     ends = _endings(projections)
     return {layout.names[0] for path, layout in layouts.items() if path.endswith(ends)}
 
 
-def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, dict[str, Layout]]:
+def _opened(config: Config) -> tuple[dict[str, Any], TensorFiles, Layouts]:
     """The content of the two files in config.lora.init_from, whose tensors get the names of a
     language model without images, and the layouts of the parameters.
     """
@@ -307,7 +305,7 @@ def _unsupported(config: Config, what: str) -> Unsupported:
     )
 
 
-def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, Layout]:
+def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> Layouts:
     """The layouts of all parameters but adapters, with the tensors of transformers 5."""
 
     def choose(own: Layout, alias: Layout) -> Layout:
@@ -321,7 +319,7 @@ def _layouts(model: ModelConfig, family: Family, prefix: str = "") -> dict[str, 
     return named
 
 
-def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, Layout]:
+def _trained_layouts(config: Config, layouts: Layouts) -> Layouts:
     """The layouts of the trained parameters that are not adapters."""
     dims = decoder.dims_of(config.model, config.lora)
     trainable, _ = lora.split(dims, frozen_names(config, lora.names_of(dims)))
@@ -348,18 +346,18 @@ class _Module:
     end: str  # of its name, which selects it in all layers
     names: list[str]  # of the module with the adapter, by layer
     # Path of each projection with adapters -> its columns among the outputs of the module.
-    columns: dict[str, np.ndarray]
+    columns: Arrays
     num_outputs: int
     is_expert: bool = False
 
 
-def _modules(projections: Sequence[str], layouts: dict[str, Layout]) -> list[_Module]:
+def _modules(projections: Sequence[str], layouts: Layouts) -> list[_Module]:
     """The modules with adapters of these projections.
 
     Raises:
       Unsupported: experts have another name, as in Granite 4 and Nemotron 3.
     """
-    parts_of = dict[str, dict[str, Layout]]()  # by the tensor in the first layer, and path
+    parts_of = dict[str, Layouts]()  # by the tensor in the first layer, and path
     for path, layout in layouts.items():
         if path.endswith(_endings(projections)):
             parts_of.setdefault(layout.names[0], {})[path] = layout
@@ -416,7 +414,7 @@ def _patterns(config: Config, modules: Sequence[_Module]) -> dict[str, dict[str,
 
 
 def _tensors(
-    config: Config, params: Params, modules: Sequence[_Module], trained: dict[str, Layout]
+    config: Config, params: Params, modules: Sequence[_Module], trained: Layouts
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The name and content of each tensor.
 

@@ -54,6 +54,10 @@ _STORED_DTYPES = DTYPES | {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 
+Read = Callable[
+    ..., np.ndarray
+]  # (tensor, *slices) -> a part of a tensor that is in a file as it is
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
@@ -65,7 +69,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset_bytes: int = 0  # of its data in the file
 
-    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+    def read(self, read: Read, slices: Sequence[slice]) -> np.ndarray:
         """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as
         it is.
         """
@@ -75,6 +79,9 @@ class StoredTensor:
     def bytes(self) -> np.ndarray:
         """The bytes of the tensor, uint8; of one that is in a file as it is, mapped to memory."""
         return self.read(_mapped, ()).reshape(-1).view(np.uint8)
+
+
+Tensors = dict[str, StoredTensor]  # by name
 
 
 def _mapped(tensor: StoredTensor, *slices: slice) -> np.ndarray:
@@ -99,7 +106,7 @@ class JoinedTensor(StoredTensor):
 
     parts: Sequence[StoredTensor]
 
-    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+    def read(self, read: Read, slices: Sequence[slice]) -> np.ndarray:
         start, stop, _ = slices[0].indices(self.shape[0])
         arrays = []
         for part in self.parts:
@@ -126,7 +133,7 @@ class TensorFiles:
         """
         self.directory = directory
         self.bytes_read = 0  # bytes of tensor data
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: Tensors = {}
         paths = {directory / adapter_file: set[str]()} if adapter_file else _files_of(directory)
         for path, names in paths.items():
             header = _read_header(path)
@@ -242,7 +249,7 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path) -> Tensors:
     """The tensors of one file.
 
     Raises:
@@ -282,7 +289,7 @@ class Mxfp4Tensor(StoredTensor):
     codes: StoredTensor  # uint8 [experts, outputs, inputs / 2], those of the blocks
     scales: StoredTensor
 
-    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+    def read(self, read: Read, slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
         experts, inputs, outputs = slices
         start, stop, _ = inputs.indices(self.shape[1])
@@ -319,7 +326,7 @@ class Fp8Tensor(StoredTensor):
     scales: StoredTensor  # as many dimensions as the weights have
     block: tuple[int, int]
 
-    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+    def read(self, read: Read, slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
         values = read(self.weights, *slices)
         weights = np.empty(values.shape, ml_dtypes.bfloat16)
@@ -354,7 +361,7 @@ class Nf4Tensor(StoredTensor):
     maxima: StoredTensor
     offset: np.float32
 
-    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+    def read(self, read: Read, slices: Sequence[slice]) -> np.ndarray:
         """bfloat16: a part of the weight, from its blocks; from all if these cross rows."""
         num_rows, num_columns = self.shape
         if num_columns % BLOCK:
@@ -373,9 +380,7 @@ class Nf4Tensor(StoredTensor):
         return _products(Nf4, codes, factors)[:, own]
 
 
-def _dequantized(
-    tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]
-) -> dict[str, StoredTensor]:
+def _dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> Tensors:
     """`tensors` with each quantized weight as one tensor of dtype BF16.
 
     Args:
@@ -445,7 +450,7 @@ def _fp8_tensor(
     )
 
 
-def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> Tensors:
     """Each weight in NF4 as one tensor.
 
     Raises:
@@ -489,7 +494,7 @@ def _joined_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return whole
 
 
-def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> Tensors:
     """Each pair of blocks and scales as one tensor, without those that miss the other one."""
     whole = {}
     for name in (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)):

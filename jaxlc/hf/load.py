@@ -21,8 +21,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
-from jaxlc.core import Unsupported, UserError
-from jaxlc.hf.files import DTYPES, JoinedTensor, Mxfp4Tensor, Nf4Tensor, StoredTensor, TensorFiles
+from jaxlc.core import Unsupported, Update, UserError
+from jaxlc.hf.files import (
+    DTYPES,
+    JoinedTensor,
+    Mxfp4Tensor,
+    Nf4Tensor,
+    StoredTensor,
+    TensorFiles,
+    Tensors,
+)
 from jaxlc.models import decoder, quantized
 from jaxlc.models.quantized import Nf4, Quantized, is_quantized
 from jaxlc.runtime.watchdog import problem_of_any_process
@@ -171,6 +179,9 @@ class Layout:
         return param.reshape(columns, rows).T.reshape(self.part_shape)
 
 
+Layouts = dict[str, Layout]  # by the path of the parameter
+
+
 def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
     """The slice of flattened dimensions; only the first of them may be cut."""
     start, stop, _ = slices[0].indices(sizes[0])
@@ -190,7 +201,7 @@ def load_params(
     family: Family,
     abstract_params: Any,
     model: ModelConfig,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Update | None = None,
 ) -> tuple[dict, str]:
     """The parameters of the model in `directory`, and what this process read, for the start report.
 
@@ -250,9 +261,7 @@ def _together(read: Callable[[], T]) -> T:
     return result
 
 
-def open_files(
-    directory: Path, family: Family, model: ModelConfig
-) -> tuple[TensorFiles, dict[str, Layout]]:
+def open_files(directory: Path, family: Family, model: ModelConfig) -> tuple[TensorFiles, Layouts]:
     """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
 
     Raises:
@@ -282,7 +291,7 @@ def layouts_of(
     family: Family,
     model: ModelConfig,
     choose: Callable[[Layout, Layout], Layout] = lambda own, other: own,
-) -> dict[str, Layout]:
+) -> Layouts:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary
     padding.
 
@@ -363,9 +372,7 @@ def _num_bytes(param: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(param))
 
 
-def language_tensors(
-    files: TensorFiles, family: Family, model: ModelConfig
-) -> dict[str, StoredTensor]:
+def language_tensors(files: TensorFiles, family: Family, model: ModelConfig) -> Tensors:
     """The tensors of the language model in `files`, with the names that they have in a model
     without images.
     """
@@ -385,7 +392,7 @@ def language_model_tensors(
     return renamed
 
 
-def _joined(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+def _joined(tensors: Tensors, family: Family) -> Tensors:
     """`tensors`, with `family.joined_tensors` of all layers in place of their parts."""
     for whole, ends in family.joined_tensors.items():
         for name in [name for name in tensors if name.endswith(f".{ends[0]}")]:

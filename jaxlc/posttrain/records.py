@@ -57,6 +57,7 @@ import numpy as np
 
 from jaxlc.config import ModelConfig
 from jaxlc.core import UserError, reason_of
+from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.texts.documents import (
@@ -110,7 +111,7 @@ class Trace:
     policy_step: int | None = None
     # by name: float32 [n] of LOG_PROBS, 0 for tokens that are not in the loss; [n, posttrain.teacher_top_k] of TEACHER;
     # EXPERTS, of `loader.experts_dtype` [n]. Those that are read
-    recorded: dict[str, np.ndarray] = field(default_factory=dict)
+    recorded: Arrays = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -234,9 +235,7 @@ class TraceReader:
             **fields,
         )
 
-    def _teacher(
-        self, values: Mapping[str, Any], in_loss: np.ndarray, where: str
-    ) -> dict[str, np.ndarray]:
+    def _teacher(self, values: Mapping[str, Any], in_loss: np.ndarray, where: str) -> Arrays:
         top_k = self.teacher_top_k
         fingerprint = self.encoder.tokenizer.fingerprint
         if (known := values.get("teacher_tokenizer")) != fingerprint:

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import UserError, processes
+from jaxlc.core import Log, UserError, processes
 from jaxlc.core.errors import require
 from jaxlc.core.files import (
+    Arrays,
     displayed,
     fingerprint_of,
     local_path,
@@ -107,9 +108,7 @@ class RolloutSequences:
     run that resumes reads the same ones.
     """
 
-    def __init__(
-        self, directory: Path, config: Config, tokenizer: Tokenizer, log: Callable[[str], None]
-    ):
+    def __init__(self, directory: Path, config: Config, tokenizer: Tokenizer, log: Log):
         self.directory = directory
         self._config = config
         self._tokenizer = tokenizer
@@ -122,7 +121,7 @@ class RolloutSequences:
         self._digests: dict[int, str] = {}  # by step
         self.failure: Exception | None = None  # why files that do not exist will not appear
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i in natural order; waits for its file.
 
         Raises:

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core import UserError
+from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import padding
 from jaxlc.data.sequences.packing import best_fit, epoch_order
 from jaxlc.posttrain.records import EXPERTS, LOG_PROBS, TEACHER, Trace
@@ -300,7 +301,7 @@ class PackedTraces:
         self._sequences = sequences or sequences_of(trees, seq_len, levels)
         self.num_sequences = len(self._sequences)
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i in natural order, arrays [S, ...] that `dtypes` names; see `loader.Batch`."""
         epoch, sequence = divmod(i, self.num_sequences)
         if not self._is_ordered:
@@ -357,16 +358,12 @@ class PackedTraces:
         )
 
 
-def _recorded_at(
-    trace: Trace, places: slice | np.ndarray, names: Iterable[str]
-) -> dict[str, np.ndarray]:
+def _recorded_at(trace: Trace, places: slice | np.ndarray, names: Iterable[str]) -> Arrays:
     """The values at some tokens of the recorded arrays `names`, without arrays that the trace lacks."""
     return {name: trace.recorded[name][places] for name in names if name in trace.recorded}
 
 
-def _write(
-    arrays: dict[str, np.ndarray], places: slice | np.ndarray, **values: np.ndarray | int | float
-) -> None:
+def _write(arrays: Arrays, places: slice | np.ndarray, **values: np.ndarray | int | float) -> None:
     """Writes values, without those that the batch does not have."""
     for name in values.keys() & arrays.keys():
         arrays[name][places] = values[name]

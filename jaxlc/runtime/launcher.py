@@ -21,6 +21,8 @@ DEFAULT_PORT = 9753
 _PLAIN = "JAX_PROCESS_ID"
 _LOCAL_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
+Environment = Mapping[str, str]  # variables
+
 
 class Launch(NamedTuple):
     """The place of this process in a run."""
@@ -33,7 +35,7 @@ class Launch(NamedTuple):
     num_local: int  # number of processes on this machine
 
 
-def find(environment: Mapping[str, str]) -> Launch | None:
+def find(environment: Environment) -> Launch | None:
     """The launcher in the environment variables; None if there is none.
 
     Raises:
@@ -109,7 +111,7 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
 
 
 def gpus_of_process(
-    launch: Launch, environment: Mapping[str, str], num_gpus_on_machine: int
+    launch: Launch, environment: Environment, num_gpus_on_machine: int
 ) -> str | None:
     """CUDA_VISIBLE_DEVICES for a process that sees the GPUs of all processes on its machine; None:
     no change.
@@ -151,7 +153,7 @@ def num_gpus_on_machine() -> int:
     )
 
 
-def _from_jax_variables(environment: Mapping[str, str]) -> Launch | None:
+def _from_jax_variables(environment: Environment) -> Launch | None:
     """The variables of launch/plain."""
     if "JAX_PROCESS_ID" not in environment:
         return None
@@ -165,7 +167,7 @@ def _from_jax_variables(environment: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
+def _from_kubernetes(environment: Environment) -> Launch | None:
     """An Indexed Job or a JobSet of one job, with one process per pod.
 
     Kubernetes gives the index, but not the number of pods: the manifest sets JAX_NUM_PROCESSES. The
@@ -181,7 +183,7 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
     return Launch("Kubernetes", num_processes, index, address, local_id=0, num_local=1)
 
 
-def _from_open_mpi(environment: Mapping[str, str]) -> Launch | None:
+def _from_open_mpi(environment: Environment) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     num_processes = int(environment["OMPI_COMM_WORLD_SIZE"])
@@ -200,7 +202,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _from_slurm(environment: Mapping[str, str]) -> Launch | None:
+def _from_slurm(environment: Environment) -> Launch | None:
     """A process that srun started. A batch script has SLURM_PROCID too, but is not in a step."""
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
         return None

@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import UserError, reason_of
+from jaxlc.core import Log, UserError, reason_of
 from jaxlc.interrupts import call_within, end_process, start_thread
-from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
+from jaxlc.runtime.rendezvous import Connection, Member, Message, gather, join
 
 _LEAST_SECONDS = 1.0
 # of the timer, which the watched thread and the one that ends the process set
@@ -209,7 +209,7 @@ _ending = threading.Lock()  # held by the thread that ends the process
 _restart_hint: Callable[[], str] = lambda: "start all processes again"
 
 
-def connect(config: RuntimeConfig, say: Say) -> None:
+def connect(config: RuntimeConfig, say: Log) -> None:
     """Waits until all processes of the run have connected to process 0, then watches them until
     this process ends.
 

@@ -16,11 +16,10 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import UserError, first_of, reason_of
+from jaxlc.core import Log, UserError, first_of, reason_of
 
 Message = dict[str, Any]  # a key names its kind: hello, welcome, go, failed, lost or bye
 
@@ -97,8 +96,6 @@ class Connection:
         self.socket.close()
 
 
-Say = Callable[[str], None]
-
 _FIRST_NOTICE_SECONDS = 10.0  # then twice as long each time
 _CONNECT_SECONDS = 5.0
 _WELCOME_SECONDS = 10.0
@@ -142,7 +139,7 @@ class _Clock:
         return is_due
 
 
-def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
+def gather(config: RuntimeConfig, me: Member, say: Log) -> list[Connection]:
     """Process 0: waits until all other processes have connected; returns their connections.
 
     Args:
@@ -240,7 +237,7 @@ def _check_member(member: Member, me: Member, arrived: dict[int, Connection]) ->
 
 
 def _check_clock(
-    clock: _Clock, address: str, me: Member, arrived: dict[int, Connection], say: Say
+    clock: _Clock, address: str, me: Member, arrived: dict[int, Connection], say: Log
 ) -> None:
     """Prints which processes are missing, if a notice is due.
 
@@ -260,7 +257,7 @@ def _check_clock(
     say(f"waiting for {missing}, {clock.seconds:.0f} s{note}")
 
 
-def join(config: RuntimeConfig, me: Member, say: Say) -> Connection:
+def join(config: RuntimeConfig, me: Member, say: Log) -> Connection:
     """Other processes: connects to process 0 and waits until all processes have; returns the
     connection.
 

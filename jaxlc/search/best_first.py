@@ -20,7 +20,7 @@ from functools import cached_property
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.core.processes import Row
 from jaxlc.plan.report import Change
 from jaxlc.plan.result import Plan, on_gpus, plan_step
@@ -197,7 +197,7 @@ def with_advice(
     plan: Plan,
     config: ConfigDict | Config,
     gpus: Topology,
-    starting: Callable[[str], None],
+    starting: Log,
     roofline: Roofline,
 ) -> Plan:
     """The plan of `config`, whose step does not fit, with changes that were compiled.

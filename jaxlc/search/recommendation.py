@@ -22,7 +22,7 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened
-from jaxlc.core import UserError, gib, num_replicas, progress_lines
+from jaxlc.core import Log, UserError, gib, num_replicas, progress_lines
 from jaxlc.core.files import local_path
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
@@ -145,7 +145,7 @@ def recommend(
     batch_size: int = 1,
     end_seconds: float,
     clock: Callable[[], float] = time.monotonic,
-    log: Callable[[str], None] = lambda line: None,
+    log: Log = lambda line: None,
 ) -> Recommendation:
     """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
 

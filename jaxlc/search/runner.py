@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.presets import model_name
-from jaxlc.core import UserError, progress_lines
+from jaxlc.core import Log, UserError, progress_lines
 from jaxlc.core import print_to_stderr as log
 from jaxlc.core.files import (
     file_fingerprint,
@@ -180,7 +180,7 @@ def estimate(
     *,
     out: Path,
     num_workers: int,
-    log: Callable[[str], None] = log,
+    log: Log = log,
     is_over: IsOver = lambda rows: False,
     **options: Any,
 ) -> list[Row]:
@@ -210,7 +210,7 @@ def run(
     about: Row,
     out: Path,
     num_workers: int,
-    log: Callable[[str], None] = log,
+    log: Log = log,
     is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.

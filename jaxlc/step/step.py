@@ -34,7 +34,7 @@ from jaxlc.models.expert_products import check_product
 from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, denominator, means
 from jaxlc.runtime import compilation_cache, xla_flags
-from jaxlc.runtime.xla_flags import compile_options, slop_percent
+from jaxlc.runtime.xla_flags import Options, compile_options, slop_percent
 from jaxlc.sharding.mesh import nodes_of
 from jaxlc.sharding.rules import ShardingTable, sharding_table
 from jaxlc.step import precision, update
@@ -302,7 +302,7 @@ class TrainStep:
 
     def compile(
         self,
-        extra_options: dict[str, bool | int | str] | None = None,
+        extra_options: Options | None = None,
         lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
         """Compiles the step for the devices of the mesh, with `compiler_options` and `extra_options`.
@@ -396,7 +396,7 @@ class TrainStep:
         )
 
     def compile_lowered(
-        self, lowered: jax.stages.Lowered, extra_options: dict[str, bool | int | str] | None = None
+        self, lowered: jax.stages.Lowered, extra_options: Options | None = None
     ) -> jax.stages.Compiled:
         """Compiles a program with the options of the step, so that it uses the same transport and
         memory."""
@@ -404,7 +404,7 @@ class TrainStep:
             return lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
 
     @property
-    def compiler_options(self) -> dict[str, bool | int | str]:
+    def compiler_options(self) -> Options:
         """Options for the platform, runtime.xla_preset and the transport, without those that
         XLA_FLAGS sets.
         """

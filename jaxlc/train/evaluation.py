@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlc.core import Update, count_text, no_progress, num_replicas, text
+from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import FiniteSequences, batches
 from jaxlc.evals.document_loss import (
     MIN_DOCUMENTS,
@@ -65,7 +66,7 @@ class ContextGain:
         """Gain in nats per token over all positions from 512 on; arrays of one entry."""
         return self.documents.overall
 
-    def by_position(self) -> dict[str, np.ndarray]:
+    def by_position(self) -> Arrays:
         """As `Evaluation.by_position`, with the column "gain", in nats per token, instead of
         "loss".
         """
@@ -85,7 +86,7 @@ class ContextGain:
         return f"ContextGain({self})"
 
 
-def in_pieces(sequence: dict[str, np.ndarray], offset: int) -> dict[str, np.ndarray]:
+def in_pieces(sequence: Arrays, offset: int) -> Arrays:
     """The sequence with its documents cut into pieces of PIECE_TOKENS tokens, `offset` tokens
     before each multiple. Each piece is a document: positions restart, and segment ids count the
     pieces.
@@ -165,7 +166,7 @@ class Evaluation:
         """Sums over all documents, by position."""
         return PositionSums(self.documents.weight.sum(0), self.documents.loss.sum(0))
 
-    def by_position(self) -> dict[str, np.ndarray]:
+    def by_position(self) -> Arrays:
         """Loss by position as columns of equal length, for `pandas.DataFrame`.
 
         One row per bin of positions that has target tokens: first_position, last_position, tokens,
@@ -264,7 +265,7 @@ class Evaluator:
 
     def _losses(
         self, params, input_of: Callable[[dict], dict], progress: Update
-    ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    ) -> Iterator[tuple[Arrays, np.ndarray]]:
         """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in
         natural order.
 
@@ -298,9 +299,7 @@ class Evaluator:
             progress(len(indices) + begin, self.num_sequences)
 
 
-def _in_loss(
-    sequence: dict[str, np.ndarray], losses_S: np.ndarray
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _in_loss(sequence: Arrays, losses_S: np.ndarray) -> tuple[Arrays, np.ndarray]:
     """A sequence and its losses; of the rows of its loss, if it has any: see `Batch.loss_tokens`."""
     if "loss_tokens" not in sequence:
         return sequence, losses_S
@@ -310,7 +309,7 @@ def _in_loss(
     return {**sequence, "positions": positions, "segment_ids": segments}, losses_S[tokens]
 
 
-def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:
+def _html_table(title: str, columns: Arrays) -> str:
     rows = zip(*(map(_cell, column) for column in columns.values()))
     return text.table(list(columns), rows, caption=title, align="r" * len(columns))
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
-from jaxlc.core import UserError, reason_of
+from jaxlc.core import Log, UserError, reason_of
 from jaxlc.core.errors import WriteError
 from jaxlc.core.files import (
     full_disk_explained,
@@ -341,7 +341,7 @@ _BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the 
 
 
 @contextlib.contextmanager
-def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Path]:
+def open_workdir(workdir: str | Path, log: Log) -> Iterator[Path]:
     """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute path.
 
     Process 0 holds the lock, and the other processes wait for it, so that none of them touches the checkpoints of

@@ -14,7 +14,7 @@ WORKDIR/profile/process-N.
 import ctypes
 import gzip
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -22,7 +22,7 @@ from typing import Self
 import jax
 
 from jaxlc.config import Config, to_dict
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.core.files import write_json
 from jaxlc.step.batch import Batch
 from jaxlc.step.state import TrainState
@@ -51,7 +51,7 @@ class StepProfiler:
         config: Config,
         workdir: Path,
         run_step: jax.stages.Compiled,
-        log: Callable[[str], None],
+        log: Log,
     ):
         """
         Args:

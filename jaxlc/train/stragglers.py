@@ -12,7 +12,7 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
+from jaxlc.core import Log
 from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import DEVICES
@@ -91,7 +92,7 @@ class Stragglers:
     are slow.
     """
 
-    def __init__(self, config: RuntimeConfig, workdir: Path, log: Callable[[str], None]):
+    def __init__(self, config: RuntimeConfig, workdir: Path, log: Log):
         """
         Args:
           log: prints a line.

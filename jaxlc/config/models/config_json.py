@@ -19,7 +19,7 @@ from typing import Any
 from jaxlc.config.kinds import MIXERS, blocks, experts, mixers_by_layer_kind
 from jaxlc.config.kinds.contract import HasOwnSettings
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
-from jaxlc.config.models.families.family import ReadFields
+from jaxlc.config.models.families.family import Fields, ReadFields
 from jaxlc.config.models.model_schema import (
     SECTIONS_OF_MODEL,
     ModelConfig,
@@ -110,7 +110,7 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[str, Any]:
+def typed_fields(fields: Fields, where: str, path: str = "") -> dict[str, Any]:
     """`fields`, with null for a part that the model does not have: programs also write false, 0,
     "", [] or {}. Such a value of true or false is false, and other numbers that may be 0 are
     unchanged.
@@ -161,7 +161,7 @@ _HINTS = flattened(  # the types of settings by their paths
 )
 
 
-def is_own_format(config: Mapping[str, Any]) -> bool:
+def is_own_format(config: Fields) -> bool:
     """Whether this is the content of a config.json of this format."""
     return config.get("model_type") == MODEL_TYPE
 
@@ -177,7 +177,7 @@ def own_fields(model: ModelConfig) -> dict[str, Any]:
     return {"architectures": [_ARCHITECTURE], "model_type": MODEL_TYPE, _SETTINGS: settings}
 
 
-def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def own_settings(config: Fields, where: str) -> dict[str, Any]:
     """The settings of ModelConfig in a config.json of this format.
 
     Args:
@@ -306,7 +306,7 @@ _REASONS = {  # part of the name of a field -> the layers of such models, which 
 }
 
 
-def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def settings_of(config: Fields, where: str) -> dict[str, Any]:
     """The settings of ModelConfig, without preset and init_from, of the model that `config`
     describes.
 
@@ -373,7 +373,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return settings | dict(kinds=own_kinds) if own_kinds else settings
 
 
-def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def language_model_of(config: Fields) -> Fields:
     """The fields of the language model in config.json: `config` itself, or text_config of a model
     with images.
     """
@@ -394,7 +394,7 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**outer, **text, **inner}
 
 
-def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
+def family_of(config: Fields | None, model: ModelConfig) -> Family:
     """The family to export `model` as: that of the config.json it comes from, or the first one with
     the same layers. If there is none, one with names of our own (see `is_own_format`)."""
     if config is not None and not is_own_format(config):
@@ -456,7 +456,7 @@ def _first_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def config_json_of(
-    model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str
+    model: ModelConfig, base: Fields | None, *, seq_len: int, dtype: str
 ) -> dict[str, Any]:
     """The config.json of `model`. Fields that `model` does not change keep the values they have in
     `base`.
@@ -505,7 +505,7 @@ def config_json_of(
     return kept | rope_fields(model, family, base) | changed
 
 
-def _family_of(config: Mapping[str, Any], where: str) -> Family:
+def _family_of(config: Fields, where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -527,7 +527,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
+def _check_fields(config: Fields, family: Family, where: str) -> None:
     quantization = quantization_of(config)
     method = quantization.get("quant_method", "an unnamed method")
     supported = [name for name in (FP8, BITSANDBYTES, family.quantization) if name]
@@ -581,13 +581,13 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
         )
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_of(config: Fields) -> Mapping[str, Any]:
     """The description of quantized weights in config.json; empty if there is none."""
     return next((config[name] for name in _QUANTIZATION if config.get(name)), {})
 
 
 def _layer_kinds(
-    config: Mapping[str, Any], family: Family, where: str
+    config: Fields, family: Family, where: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The settings model.first_layer_kinds and model.layer_kinds."""
     kinds = family.read_kinds(config)
@@ -642,7 +642,7 @@ def _settings_of_fields(family: Family) -> dict[str, str]:
     return {**common, **family.fields}
 
 
-def _reason(config: Mapping[str, Any]) -> str:
+def _reason(config: Fields) -> str:
     """The layers that models with such fields have, in parentheses; "" for other fields."""
     names = [name for name, value in config.items() if value]
     found = [reason for part, reason in _REASONS.items() if any(part in name for name in names)]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxlc.config.models.families import Family
+from jaxlc.config.models.families.family import Fields
 from jaxlc.config.models.model_schema import (
     DEFAULTS,
     NO_EFFECT_AT_1,
@@ -58,7 +59,7 @@ _OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate", _QUERY_BE
 
 
 def rope_settings(
-    config: Mapping[str, Any], where: str, family: Family, kinds: Collection[str]
+    config: Fields, where: str, family: Family, kinds: Collection[str]
 ) -> dict[str, Any]:
     """The RoPE settings of the model that `config` describes.
 
@@ -112,9 +113,7 @@ def rope_settings(
     return {name: value for name, value in settings.items() if name not in unused}
 
 
-def rope_fields(
-    model: ModelConfig, family: Family, base: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def rope_fields(model: ModelConfig, family: Family, base: Fields | None = None) -> dict[str, Any]:
     """Both forms of the RoPE of `model`; only the new one if the old one cannot express it.
 
     Args:
@@ -182,7 +181,7 @@ def _has_no_rope(kinds: Collection[str]) -> bool:
 
 
 def _settings(
-    parameters: Mapping[str, Any], config: Mapping[str, Any], where: str, family: Family
+    parameters: Mapping[str, Any], config: Fields, where: str, family: Family
 ) -> dict[str, Any]:
     """The settings that rope_parameters or rope_scaling give, with the fields outside of them."""
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
@@ -217,7 +216,7 @@ def _settings(
 
 
 def _one_rope(
-    parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family
+    parameters: dict[str, Any], config: Fields, where: str, family: Family
 ) -> dict[str, Any]:
     """The settings of model.rope that one dict of parameters gives; `type` is the older name of
     `rope_type`.
@@ -309,7 +308,7 @@ def _names_of(rope_type: str) -> dict[str, str]:
 
 
 def _values(
-    names: Iterable[str], parameters: Mapping[str, Any], rope_type: str, config: Mapping[str, Any]
+    names: Iterable[str], parameters: Mapping[str, Any], rope_type: str, config: Fields
 ) -> dict[str, Any]:
     """The values of `names` in `parameters`, or None; lengths outside of rope_scaling take
     precedence.

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.core import Update, UserError, count_text, no_progress
+from jaxlc.core import Log, Update, UserError, count_text, no_progress
+from jaxlc.core.files import Arrays
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
@@ -25,7 +26,7 @@ Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [
 
 
 class Sequences(Protocol):
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several
         threads.
         """
@@ -48,7 +49,7 @@ class Inputs:
     progress: Callable[[str], AbstractContextManager[Update]] = lambda what: nullcontext(
         no_progress
     )
-    log: Callable[[str], None] = lambda line: None
+    log: Log = lambda line: None
 
 
 class ShownTokens(NamedTuple):
@@ -231,7 +232,7 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
     return ALWAYS | dtypes
 
 
-def padding(num_tokens: int, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+def padding(num_tokens: int, dtypes: Mapping[str, np.dtype]) -> Arrays:
     """The arrays of a sequence without text: zeros, no recorded experts and no teacher."""
     arrays = {name: np.zeros(num_tokens, dtype) for name, dtype in dtypes.items()}
     if "experts" in arrays:

@@ -46,6 +46,7 @@ from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.config.schema import SourceConfig
 from jaxlc.core import UserError
+from jaxlc.core.files import Arrays
 from jaxlc.data.tokens.store import TokenStore
 
 
@@ -168,7 +169,7 @@ class PackedSequences:
             if source.answer_weights == "answer":
                 self._answer_weights = lengths.mean() / lengths
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i in natural order, arrays [S]:
 
         tokens        int32    0 on padding
@@ -366,7 +367,7 @@ class JoinedSequences:
         """The dataset that has sequence i, and its index there."""
         raise NotImplementedError
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i; see `PackedSequences`."""
         sequences, index = self.at(i)
         return sequences[index]
@@ -538,7 +539,7 @@ class BalancedSequences:
         )
         self._lock = threading.Lock()  # threads that build sequences of one step share its order
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns the sequence at place i - first_sequence of the run; see `PackedSequences`."""
         place = (i - self._first) % self._batch_size
         with self._lock:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core import UserError
+from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, DataSource, Inputs, array_dtypes
 
 # in the meta of a checkpoint instead of the fingerprint of a corpus
@@ -26,9 +27,7 @@ _TRACE_BATCHES_REQUIRED = (
 )
 
 
-def complete_traces(
-    arrays: dict[str, np.ndarray], dtypes: Mapping[str, np.dtype], where: str
-) -> None:
+def complete_traces(arrays: Arrays, dtypes: Mapping[str, np.dtype], where: str) -> None:
     """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
 
     "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none), and becomes those
@@ -160,13 +159,11 @@ class StreamedSequences:
         self._batches: Iterator[Mapping] = iter(batches)
         self._shape = (batch_size, seq_len)
         self._options = options
-        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(
-            maxlen=prefetch_steps + MAX_THREADS + 2
-        )
+        self._kept: deque[tuple[int, Arrays]] = deque(maxlen=prefetch_steps + MAX_THREADS + 2)
         self._num_read = 0
         self._lock = threading.Lock()
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         """Returns sequence i in natural order, as `PackedSequences` does.
 
         Raises:
@@ -211,7 +208,7 @@ class ListedSequences:
         self._arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         self.num_sequences = len(self._arrays[_REQUIRED])
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> Arrays:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
@@ -267,7 +264,7 @@ def complete_batch(
     *,
     num_experts: int = 0,
     absolute_positions: bool = False,
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
@@ -325,7 +322,7 @@ def complete_batch(
 
 def _arrays(
     batch: Mapping, shape: tuple[int | None, int], where: str, dtypes: Mapping[str, np.dtype]
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or
     type.
     """

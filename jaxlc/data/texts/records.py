@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlc.core import UserError, errors, reason_of
-from jaxlc.core.files import check_unique, parse_json, read_limited
+from jaxlc.core.files import Arrays, check_unique, parse_json, read_limited
 
 LINES_SUFFIXES = (".jsonl", ".ndjson")  # which can be cut after any line
 JSON_SUFFIXES = (*LINES_SUFFIXES, ".jsonl.gz", ".jsonl.zst")
@@ -369,7 +369,7 @@ def _check_unique(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"{path}: {error}") from None
 
 
-def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
+def _megatron_records(path: Path) -> Iterator[Arrays]:
     """The documents of an indexed dataset of Megatron-LM, as arrays in the field `tokens`.
 
     The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import eos_token_ids, original_of
-from jaxlc.core import UserError
+from jaxlc.core import Log, UserError
 from jaxlc.data.texts.documents import (
     ASSISTANT,
     INVALID_CHARACTERS,
@@ -242,8 +242,6 @@ class Encoder:
         ):
             self.notes.add(_SPECIAL_IN_CHAT, rendered.where)
 
-
-Log = Callable[[str], None]  # prints one line
 
 _BATCH_CHARACTERS = 4 << 20  # tokenized at once, over all threads
 _BYTES_PER_CHARACTER = 180  # memory that the package tokenizers needs

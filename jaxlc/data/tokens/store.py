@@ -43,7 +43,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlc.config import DataConfig
-from jaxlc.core import Update, UserError, no_progress, processes
+from jaxlc.core import Log, Update, UserError, no_progress, processes
 from jaxlc.core.files import (
     local_path,
     locked,
@@ -55,7 +55,7 @@ from jaxlc.core.files import (
 from jaxlc.data.texts.documents import BAD_RECORDS, Fields, Notes
 from jaxlc.data.texts.records import LINES_SUFFIXES, BadRecord, has_suffix
 from jaxlc.data.texts.sources import SourceFile, split_hash
-from jaxlc.data.tokens.encoder import Encoder, Log, Piece, TokenizedPiece, grouped, tokenized_pieces
+from jaxlc.data.tokens.encoder import Encoder, Piece, TokenizedPiece, grouped, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _HASHED_BYTES = 16 << 20  # of tokens, at a time

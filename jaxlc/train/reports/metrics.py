@@ -31,7 +31,7 @@ import os
 import queue
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxlc.core import UserError, errors, text
+from jaxlc.core import Log, UserError, errors, text
 from jaxlc.core.files import errors_named, read_json_lines, replacing
 from jaxlc.interrupts import start_thread
 from jaxlc.runtime import watchdog
@@ -165,7 +165,7 @@ class WandbWriter:
         run_id: str,
         workdir: Path,
         settings: Mapping[str, Any],
-        log: Callable[[str], None],
+        log: Log,
     ):
         """
         Args:
@@ -313,7 +313,7 @@ def open_metrics(
     resume_step: int | None,
     is_primary: bool,
     writers: Iterable[MetricsWriter] = (),
-    warn: Callable[[str], None] = print,
+    warn: Log = print,
     stage: str = "",
     rows: Sequence[Row] = (),
     repeated: Sequence[str] = (),
@@ -359,7 +359,7 @@ def open_metrics(
 class _RowFile:
     """A file to which lines are appended. If it is deleted or replaced, it is written again."""
 
-    def __init__(self, path: Path, warn: Callable[[str], None]):
+    def __init__(self, path: Path, warn: Log):
         self._path = path
         self._warn = warn
         self._file = path.open("a+")

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from jaxlc.core.files import Arrays
 from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, style_axes
 from jaxlc.evals.document_loss import MIN_DOCUMENTS
 from jaxlc.train.evaluation import PIECE_TOKENS, ContextGain, Evaluation
@@ -205,9 +206,7 @@ def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
     )
 
 
-def _draw_means(
-    axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str
-) -> None:
+def _draw_means(axes: Axes, below: Axes, columns: Arrays, mean: np.ndarray, color: str) -> None:
     """Draws one point per bin with its band in `axes`, and the number of documents as bars in
     `below`, if that is another panel.
     """

@@ -7,7 +7,7 @@ lines. A log file gets plain lines in all cases.
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class NotebookDisplay:
         self._update(_MIN_SECONDS_BETWEEN_UPDATES)
 
     @contextmanager
-    def activity(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def activity(self, what: str) -> Iterator[Update]:
         """Shows `what`; yields a function (done, total) that sets its progress bar."""
         bar: list = [what, None]
         self._activities.append(bar)
