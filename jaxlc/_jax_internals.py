@@ -21,8 +21,8 @@ _CUDNN_OPERANDS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k",
     "page_table_v",
 )  # fmt: skip
-_NO_SCORE_MODIFIER: dict[str, Any] = {"score_mod_args": (), "score_mod": None}
-_NO_SCORE_MODIFIER_OF_PRIMITIVES: dict[str, Any] = {"score_mod_name": None, "score_mod_jaxpr": None}
+_NO_SCORE_MODIFIER = {"score_mod_args": (), "score_mod": None}
+_NO_SCORE_MODIFIER_OF_PRIMITIVES = {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
 def backends_are_initialized() -> bool:

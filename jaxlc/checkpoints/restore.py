@@ -95,10 +95,8 @@ def read_description(directory: Path, target: RestoreTarget) -> Description:
 
 def _by_path(model: dict) -> dict:
     """The stored settings of a model by their paths; those of kinds in one dictionary."""
-    kinds = {"kinds": model.get("kinds", {})}
-    return flattened(
-        {"model": {name: value for name, value in model.items() if name != "kinds"}}
-    ) | {f"model.{name}": value for name, value in kinds.items()}
+    others = {name: value for name, value in model.items() if name != "kinds"}
+    return flattened({"model": others}) | {"model.kinds": model.get("kinds", {})}
 
 
 def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> dict | None:

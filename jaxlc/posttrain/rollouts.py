@@ -181,7 +181,7 @@ class RolloutSequences:
         """
         for step, digest in digests.items():
             path = self.path(int(step))
-            if path.is_file() and _digest(path) != digest:
+            if path.is_file() and sha256_of(path.read_bytes()) != digest:
                 raise UserError(
                     f"the checkpoint was trained on other rollouts of step {step} than those in {displayed(path)}: put"
                     " the file back, or set config.rollouts.directory as before"
@@ -210,7 +210,7 @@ class RolloutSequences:
     def _opened(self, step: int) -> Traces:
         path = self.path(step)
         batch_size = self._config.train.global_batch_size
-        self._digests[step] = _digest(path)
+        self._digests[step] = sha256_of(path.read_bytes())
         traces = open_traces(self._config, self._tokenizer, (str(path),), step=step)
         if traces.train.num_sequences > batch_size:
             raise UserError(
@@ -267,10 +267,6 @@ def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             names = dict.fromkeys(itertools.chain(*records))  # one that failed has other fields
             columns = {name: [record.get(name) for record in records] for name in names}
             pyarrow.parquet.write_table(pyarrow.table(columns), out, row_group_size=1)
-
-
-def _digest(path: Path) -> str:
-    return sha256_of(path.read_bytes())
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:

@@ -314,7 +314,14 @@ class TrainStep:
         """
         compiled = self.compile_lowered(lowered or self.lower(), extra_options)
         offload = self.config.memory.offload
-        if offload and self._platform == "gpu" and not _uses_host_memory(compiled):
+        # A program from the compilation cache may lack the sizes of its buffers in host memory, so
+        # its text is also searched for their memory space.
+        if (
+            offload
+            and self._platform == "gpu"
+            and not compiled.memory_analysis().host_temp_size_in_bytes
+            and _HOST_MEMORY_SPACE not in compiled.as_text()
+        ):
             raise UserError(
                 f"config.memory.offload={offload} has no effect: the compiled step has no buffers in host memory;"
                 " these layers do not compute such tensors, or this compiler ignores offloading"
@@ -511,18 +518,6 @@ class TrainStep:
             mesh=self.storage_mesh,
             custom=self.custom_optimizer,
         )
-
-
-def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
-    """Whether the program has buffers in host memory.
-
-    A program from the compilation cache may lack their sizes, so its text is also searched for
-    their memory space.
-    """
-    return (
-        bool(compiled.memory_analysis().host_temp_size_in_bytes)
-        or _HOST_MEMORY_SPACE in compiled.as_text()
-    )
 
 
 def check_kernels(step: TrainStep) -> list[str]:

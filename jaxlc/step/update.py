@@ -74,11 +74,6 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return lambda num_updates: schedule(jnp.maximum(num_updates - config.schedule_start, 0))
 
 
-def updates_made(opt_state: optax.OptState) -> jax.Array:
-    """Number of updates that the optimizer has made, int32; the step of its schedule."""
-    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
-
-
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, dims, mesh: Mesh | AbstractMesh
 ) -> optax.GradientTransformationExtraArgs:
@@ -251,7 +246,8 @@ class StepOptimizer:
         it.
         """
         if self.custom is None:
-            return jnp.float32(self.schedule(updates_made(opt_state)))  # skipped steps do not count
+            num_updates = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+            return jnp.float32(self.schedule(num_updates))  # skipped steps do not count
         # as optax.inject_hyperparams does
         return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))
 

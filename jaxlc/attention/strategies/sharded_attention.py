@@ -43,27 +43,25 @@ from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
 @jax.named_scope(scopes.REORDER)
-def to_zigzag(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
-    """Converts this rank's shard from natural to zigzag order; `dim` is the dimension of the
-    tokens.
-    """
+def to_zigzag(x_bt: jax.Array, ranks: Ranks) -> jax.Array:
+    """Converts this rank's shard from natural to zigzag order."""
     if ranks.size == 1:
-        return x
+        return x_bt
     even, odd = (
         lax.ppermute(
             chunk, ranks.axis, [(rank, owner) for owner, rank in _owners(ranks.size, parity)]
         )
-        for parity, chunk in enumerate(jnp.split(x, 2, dim))
+        for parity, chunk in enumerate(jnp.split(x_bt, 2, 1))
     )
     is_odd_rank = lax.axis_index(ranks.axis) % 2 == 1
     return jnp.concatenate(
-        [jnp.where(is_odd_rank, odd, even), jnp.where(is_odd_rank, even, odd)], dim
+        [jnp.where(is_odd_rank, odd, even), jnp.where(is_odd_rank, even, odd)], 1
     )
 
 
 @jax.named_scope(scopes.REORDER)
 def to_natural(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
-    """The inverse of `to_zigzag`."""
+    """The inverse of `to_zigzag`; `dim` is the dimension of the tokens."""
     if ranks.size == 1:
         return x
     lo, hi = jnp.split(x, 2, dim)
