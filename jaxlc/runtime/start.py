@@ -25,6 +25,10 @@ _COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
+# XLA has as many threads as simulated devices or cores, and a collective blocks one. A device may wait in two
+# independent collectives of a step; then the last device finds no thread, and the step hangs (distill_128k:mini).
+_THREADS_VARIABLE = "PJRT_NPROC"
+_THREADS_PER_DEVICE = 4
 # A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with recoverable tasks too if
 # process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
 # `peers` detects processes and machines that have ended, and `watchdog` those that hang.
@@ -128,6 +132,8 @@ def _set_environment(
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment)
+        num_threads = max(os.cpu_count() or 1, _THREADS_PER_DEVICE * config.simulated_devices)
+        environment.setdefault(_THREADS_VARIABLE, str(num_threads))
     elif not (stderr.has_nvidia_driver() or environment.get("JAX_PLATFORMS")):
         # The CUDA plugin may still be installed; without a driver it prints a traceback. An empty value, which errors
         # of JAX advise, is none.

@@ -79,6 +79,13 @@ def test_environment_simulated_devices_are_split_over_processes():
     assert environment["JAX_PLATFORMS"] == "cpu"
 
 
+def test_environment_has_threads_for_collectives_that_wait_at_the_same_time():
+    environment = environment_for(RuntimeConfig(simulated_devices=8))
+    assert int(environment["PJRT_NPROC"]) >= 32
+    environment = environment_for(RuntimeConfig(simulated_devices=8), PJRT_NPROC="9")
+    assert environment["PJRT_NPROC"] == "9"
+
+
 def test_environment_users_xla_flags_come_last():
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds=5"
     environment = environment_for(RuntimeConfig(simulated_devices=8), XLA_FLAGS=flag)
