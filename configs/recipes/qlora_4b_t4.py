@@ -24,6 +24,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.rope.update(scaling="none", factor=1.0, original_tokens=0)
     config.precision.compute = "fp16"  # it has no bf16 products
     config.memory.offload = ()
+    # larger blocks: `blockwise` starts several kernels for each, and waits for the host
+    config.attention.update(query_block_tokens=1024, key_block_tokens=1024)
 
     if variant != "mini":
         config.model.preset = "qwen3-4b"

@@ -67,9 +67,9 @@ POST_NORMS = {
 # Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
 # to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
-CHOICE_BIAS = "e_score_correction_bias"  # no parameter in transformers
+CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")  # no parameter in transformers
 # in float32 in all files
-FLOAT32_NAMES = (CHOICE_BIAS, "self_attn.A_log", "self_attn.dt_bias")
+FLOAT32_NAMES = (*CHOICE_BIAS, "self_attn.A_log", "self_attn.dt_bias")
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -185,6 +185,17 @@ FALCON_NAMES = {
     "model.norm.": "model.final_layernorm.",
     ".mlp.": ".feed_forward.",
     ".post_attention_layernorm.": ".pre_ff_layernorm.",
+}
+
+
+# of experts, by model_type: names in most families -> in released files
+RELEASED_NAMES = {
+    "exaone_moe": {"gate.e_score_correction_bias": "e_score_correction_bias"},
+    "hy_v3": {
+        "gate.e_score_correction_bias": "expert_bias",
+        "mlp.gate.": "mlp.router.gate.",
+        "shared_experts": "shared_mlp",
+    },
 }
 
 
@@ -591,6 +602,165 @@ CASES: dict[str, Case] = {
             router_jitter_noise=0.0,
         ),
         qk_norm="projection",
+    ),
+    "qwen2_moe": Case(
+        config=_config(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=40000.0,
+            head_dim=None,
+            use_sliding_window=False,
+            sliding_window=64,
+            max_window_layers=2,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            **EXPERT_SIZES,
+            norm_topk_prob=False,
+            shared_expert_intermediate_size=20,
+        ),
+        biases="qkv",
+        group_layers=2,
+        dense_layers=(1,),
+    ),
+    "mixtral": Case(
+        config=_config(
+            "mixtral",
+            "MixtralForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            sliding_window=12,
+            intermediate_size=24,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            output_router_logits=False,
+            router_aux_loss_coef=0.02,
+        ),
+    ),
+    "olmoe": Case(
+        config=_config(
+            "olmoe",
+            "OlmoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=None,
+            head_dim=None,
+            attention_bias=False,
+            clip_qkv=None,
+            intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            output_router_logits=False,
+            router_aux_loss_coef=0.01,
+        ),
+        qk_norm="projection",
+    ),
+    "mellum": Case(
+        config=_config(
+            "mellum",
+            "MellumForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                full_attention=dict(YARN_ROPE, rope_theta=50000.0, attention_factor=1.2),
+                sliding_attention=dict(rope_type="default", rope_theta=2000.0),
+            ),
+            max_position_embeddings=256,
+            attention_bias=False,
+            layer_types=[SLIDING, FULL, SLIDING],
+            mlp_layer_types=["sparse"] * 3,
+            sliding_window=12,
+            use_sliding_window=True,
+            max_window_layers=0,
+            **EXPERT_SIZES,
+            norm_topk_prob=True,
+        ),
+        qk_norm="head",
+        group_layers=2,
+    ),
+    "solar_open": Case(
+        config=_config(
+            "solar_open",
+            "SolarOpenForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=YARN_ROPE,
+            partial_rotary_factor=1.0,
+            max_position_embeddings=256,
+            first_k_dense_replace=0,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.5,
+        ),
+    ),
+    "hy_v3": Case(  # with the fields and tensors of released files
+        config=_config(
+            "hy_v3",
+            "HYV3ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=30000.0),
+            first_k_dense_replace=1,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=2,
+            moe_intermediate_size=24,
+            expert_hidden_dim=24,
+            router_scaling_factor=1.5,
+            qk_norm=True,
+            route_norm=True,
+            moe_router_use_sigmoid=True,
+            moe_router_enable_expert_bias=True,
+            enable_attention_fp32_softmax=False,
+            enable_moe_fp32_combine=False,
+            num_nextn_predict_layers=1,
+        ),
+        qk_norm="head",
+        first_layers=1,
+        dense_layers=(0,),
+    ),
+    "exaone_moe": Case(  # with the fields and tensors of released files
+        config=_config(
+            "exaone_moe",
+            "ExaoneMoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=None,
+            layer_types=[SLIDING, SLIDING, FULL],
+            sliding_window=12,
+            sliding_window_pattern="LLG",
+            first_last_k_dense_replace=1,
+            is_moe_layer=[False, True, True],
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=2,
+            moe_intermediate_size=24,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.5,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+        ),
+        qk_norm="head",
+        group_layers=3,
+        dense_layers=(0,),
+        mixers={FULL: "nope"},
+    ),
+    "cwm": Case(
+        config=_config(
+            "cwm",
+            "CwmForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=10000.0,
+            rope_scaling=LLAMA3_ROPE,
+            sliding_window=12,
+            layer_types=[FULL, SLIDING, SLIDING],
+            mlp_bias=False,
+        ),
+        first_layers=1,
     ),
     "gpt_oss": Case(
         config=_config(
@@ -1216,8 +1386,8 @@ def _with_experts(
             "mlp.shared_expert.down_proj.weight": (D, S),
             "mlp.shared_expert_gate.weight": (1, D),
         }
-    if "n_shared_experts" in config:
-        S = config["n_shared_experts"] * F
+    if num_shared := config.get("n_shared_experts") or config.get("num_shared_experts"):
+        S = num_shared * F
         shapes |= {f"mlp.shared_experts.{name}_proj.weight": (S, D) for name in ("gate", "up")}
         shapes |= {
             "mlp.shared_experts.down_proj.weight": (D, S),
@@ -1230,7 +1400,10 @@ def _with_experts(
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
     if config["model_type"] == "minimax_m2":
         shapes["mlp.e_score_correction_bias"] = (E,)
+    if config["model_type"] in ("minimax_m2", "mixtral"):
         shapes = {name_in_mixtral(name): shape for name, shape in shapes.items()}
+    for name, own in RELEASED_NAMES.get(config["model_type"], {}).items():
+        shapes = {x.replace(name, own): shape for x, shape in shapes.items()}
     others = {name: x for name, x in layer_shapes.items() if not name.startswith("mlp")}
     return others | shapes
 

@@ -136,16 +136,19 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
     """The gradients of stacked experts by the names of released files, which have a tensor for each
     expert, except those of gpt-oss, Qwen 3.5 and Qwen 3 VL.
     """
-    result, is_mixtral = {}, model.config.model_type == "minimax_m2"
-    if is_mixtral:
+    result, model_type = {}, model.config.model_type
+    if model_type in ("minimax_m2", "mixtral"):
         arrays = {name.replace(".mlp.", ".block_sparse_moe."): x for name, x in arrays.items()}
+    if model_type == "hy_v3":
+        for name, own in {"mlp.gate.": "mlp.router.gate.", "shared_experts": "shared_mlp"}.items():
+            arrays = {x.replace(name, own): array for x, array in arrays.items()}
     for full_name, array in arrays.items():
         name = full_name.replace("model.language_model.", "model.")
         stem, _, last = name.rpartition(".experts.")
-        if stem and model.config.model_type == "qwen3_vl_moe":
+        if stem and model_type == "qwen3_vl_moe":
             result[name] = array.swapaxes(1, 2)
             continue
-        if model.config.model_type == "kimi_linear":
+        if model_type == "kimi_linear":
             name = name.replace("forget_gate.", "")
             if name.endswith("conv1d.weight"):
                 parts = np.split(array, 3)
@@ -154,14 +157,14 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
             stem = stem.replace(".mlp", ".block_sparse_moe")
             if any(x in name for x in ("mlp.gate.", "mlp.shared_experts.")):
                 name = name.replace(".mlp.", ".block_sparse_moe.")
-        if model.config.model_type == "granitemoehybrid" and "block_sparse_moe" in name:
+        if model_type == "granitemoehybrid" and "block_sparse_moe" in name:
             modules = {"experts.gate_up_proj": "input_linear.weight"}
             modules |= {"experts.down_proj": "output_linear.weight"}
             modules |= {"router.weight": "router.layer.weight"}
             module, _, part = name.partition("block_sparse_moe.")
             result[f"{module}block_sparse_moe.{modules[part]}"] = array
             continue
-        if not stem or model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
+        if not stem or model_type in ("gpt_oss", "qwen3_5_moe_text"):
             result[name] = array
             continue
         for expert, x in enumerate(array):
@@ -170,7 +173,7 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
                 if last == "gate_up_proj"
                 else {last: x}
             )
-            is_mixtral = model.config.model_type in ("minimax_m2", "kimi_linear")
+            is_mixtral = model_type in ("minimax_m2", "mixtral", "kimi_linear")
             names = dict(gate_proj="w1", up_proj="w3", down_proj="w2") if is_mixtral else {}
             result |= {
                 f"{stem}.experts.{expert}.{names.get(part, part)}.weight": y

@@ -43,6 +43,7 @@ from tests.hf.models import (
     FULL,
     LINEAR,
     LLAMA3_ROPE,
+    RELEASED_NAMES,
     SLIDING,
     mixers_of,
     name_in_mixtral,
@@ -161,6 +162,10 @@ def expected_params(name, tensors=None):
         names[FULL] = "latent"
     names[LINEAR] = "gated_delta_net"
     names |= {name: "full" if x == "rope" else x for name, x in case.mixers.items()}
+    if config["model_type"] == "exaone_moe":  # each kind has its own stack
+        kinds = [(name, is_dense) for name, (_, is_dense) in zip(config["layer_types"], kinds)]
+        mixers[SLIDING] = mixers[FULL]
+        names[SLIDING] = "sliding"
     stacks = dict.fromkeys(kinds, "")
     if len(stacks) > 1:
         stacks = {
@@ -241,7 +246,8 @@ def expert_conversions(config):
 
     width, module = config.get("moe_intermediate_size"), "shared_experts"
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
-    if "n_routed_experts" in config and config["model_type"] != "deepseek_v2":
+    has_shared = {"n_routed_experts", "num_shared_experts"} & config.keys()
+    if has_shared and config["model_type"] != "deepseek_v2":
         conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
     if "shared_expert_intermediate_size" in config:
         module = "shared_expert"
@@ -251,7 +257,7 @@ def expert_conversions(config):
             f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(number_of_experts(config))
         ]
         conversions[f"mlp/expert_{x}"] = names, stacked
-        if {"shared_expert_intermediate_size", "n_shared_experts"} & config.keys():
+        if has_shared or module == "shared_expert":
             name = f"mlp.{module}.{x}_proj.weight"
             conversions[f"mlp/shared/w_{x}"] = name, np.transpose
     if config["model_type"] == "qwen3_vl_moe_text":
@@ -269,11 +275,17 @@ def expert_conversions(config):
         }
     if config["model_type"] == "minimax_m2":
         conversions["mlp/choice_bias"] = ("mlp.e_score_correction_bias", np.asarray)
-        return {
-            path: ([*map(name_in_mixtral, x)] if isinstance(x, list) else name_in_mixtral(x), y)
-            for path, (x, y) in conversions.items()
-        }
-    return conversions
+
+    def released(name):
+        for x, own in RELEASED_NAMES.get(config["model_type"], {}).items():
+            name = name.replace(x, own)
+        is_mixtral = config["model_type"] in ("minimax_m2", "mixtral")
+        return name_in_mixtral(name) if is_mixtral else name
+
+    return {
+        path: ([*map(released, x)] if isinstance(x, list) else released(x), y)
+        for path, (x, y) in conversions.items()
+    }
 
 
 STACKED_EXPERTS = {

@@ -519,7 +519,7 @@ def _family_of(config: Fields, where: str) -> Family:
         others = f"{around}; supported are {', '.join([*FAMILIES, MODEL_TYPE])}"
         raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{layers or others}")
     architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    if str(architectures).lower() != str([family.architecture]).lower():
         raise Unsupported(
             f"unsupported: {where} has architectures {architectures}; only"
             f" {family.architecture or f'a model of type {family.multimodal_type}'} is supported"

@@ -1,6 +1,7 @@
 """Families of dense models; the names in parentheses are their models in transformers.
 
 - Llama 2 and 3, and models of the same architecture such as SmolLM2 (llama)
+- Code World Model (cwm): Llama with groups of a full layer and three sliding ones
 - EXAONE 4 (exaone4): groups of three sliding layers and one without position embedding, or full
   layers only
 - Gemma 3 (gemma3): groups of five sliding layers and a full one
@@ -45,6 +46,32 @@ LLAMA = Family(
 )
 
 
+CWM = Family(
+    model_type="cwm",
+    architecture="CwmForCausalLM",
+    layer_kinds=kind_sets("full", "sliding"),
+    read_kinds=functools.partial(
+        read_layer_types, default=("full", "sliding", "sliding", "sliding")
+    ),
+    write_kinds=write_layer_types,
+    fields={"mlp_bias": "mlp_bias"},
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        sliding_window=8192,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e6,
+            factor=16.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+)
+
+
 def _group(pattern: int | str) -> list[str]:
     """The kinds of a group of layers: `pattern` is its length, the last layer being full, or has a
     letter for each layer, L for a sliding one and G for a full one."""
@@ -64,9 +91,9 @@ def _exaone4_read_kinds(config: Fields) -> list[str]:
     return ["nope" if kind == "full" else kind for kind in kinds]
 
 
-def _write_masks(model: ModelConfig) -> dict[str, Any]:
+def write_masks(model: ModelConfig) -> dict[str, Any]:
     """The field layer_types without regard to position embeddings, and sliding_window."""
-    is_sliding = [kind == "sliding" for kind in model.kinds_of_layers]
+    is_sliding = [model.attention_of(kind) == "sliding" for kind in model.kinds_of_layers]
     return dict(
         layer_types=["sliding_attention" if x else "full_attention" for x in is_sliding],
         sliding_window=model.attention.window or None,
@@ -78,7 +105,7 @@ EXAONE4 = Family(
     architecture="Exaone4ForCausalLM",
     layer_kinds=(("full",), ("sliding", "nope"), ("sliding",)),
     read_kinds=_exaone4_read_kinds,
-    write_kinds=_write_masks,
+    write_kinds=write_masks,
     settings={"attention.qk_norm": "head", "norm_placement": "post"},
     defaults=dict(num_key_value_heads=32, sliding_window=_DEFAULT_WINDOW, rms_norm_eps=1e-5),
     irrelevant=("sliding_window_pattern",),
@@ -294,7 +321,7 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
     """
     kinds = model.kinds_of_layers
     return dict(
-        **_write_masks(model),
+        **write_masks(model),
         use_sliding_window="sliding" in kinds,
         max_window_layers=(*kinds, "sliding").index("sliding"),
     )

@@ -5,6 +5,13 @@
 - GLM 4.5 and 4.6 (glm4_moe): dense layers, then layers of experts with a sigmoid router and shared
   experts. Layers of multi-token prediction are left out
 - MiniMax-M2 (minimax_m2): a sigmoid router, and norms of all heads together
+- Qwen 1.5 and 2 (qwen2_moe): some layers may be dense; a shared expert with a gate
+- Mixtral (mixtral), and OLMoE (olmoe) with norms of all heads together
+- Mellum 2 (mellum): groups of three sliding layers and a full one
+- Solar Open (solar_open): GLM 4.5 without dense layers and norms of heads
+- Hy3 (hy_v3): a dense layer, then layers of experts with a sigmoid router and a shared expert
+- K-EXAONE (exaone_moe): the same, in groups of three sliding layers and one without position
+  embedding
 - gpt-oss (gpt_oss): experts with biases, attention sinks, sliding and full layers in turn. Released
   files have experts in MXFP4 (`jaxlc.hf.files`); exports have all weights in one data type
 """
@@ -14,16 +21,29 @@ import functools
 from typing import Any
 
 from jaxlc.config.kinds import experts
-from jaxlc.config.kinds.contract import LayerTensor
-from jaxlc.config.models.families.dense import QWEN3_VL_TEXT
+from jaxlc.config.models.families.dense import (
+    EXAONE4,
+    MINISTRAL3,
+    QWEN3_VL_TEXT,
+    write_masks,
+)
 from jaxlc.config.models.families.family import (
     Family,
     Fields,
     kind_sets,
+    nothing,
     read_layer_types,
     write_layer_types,
 )
 from jaxlc.config.models.model_schema import ModelConfig
+
+_FIELDS = {
+    "num_experts": "experts.num_experts",
+    "num_experts_per_tok": "experts.experts_per_token",
+    "moe_intermediate_size": "experts.ffn_dim",
+}
+_ALIASES = {"num_local_experts": "num_experts"}
+_CHOICE_BIAS = experts.CHOICE_BIAS._replace(name="mlp.e_score_correction_bias")
 
 
 def are_dense(config: Fields) -> list[bool]:
@@ -56,12 +76,10 @@ QWEN3_MOE = Family(
     settings={"attention.qk_norm": "head"},
     fields={
         "attention_bias": "attention.qkv_bias",
-        "num_experts": "experts.num_experts",
-        "num_experts_per_tok": "experts.experts_per_token",
-        "moe_intermediate_size": "experts.ffn_dim",
+        **_FIELDS,
         "norm_topk_prob": "experts.renormalize",
     },
-    field_aliases={"num_local_experts": "num_experts"},
+    field_aliases=_ALIASES,
     defaults=dict(
         num_key_value_heads=4,
         num_experts=128,
@@ -243,10 +261,7 @@ MINIMAX_M2 = Family(
         "auto_map",  # transformers has the code
     ),
     feed_forward_tensors=dict(experts=experts.MIXTRAL_TENSORS),
-    tensor_aliases=(
-        *experts.STACKED_LINEAR_TENSORS,
-        LayerTensor("choice_bias", "mlp.e_score_correction_bias"),
-    ),
+    tensor_aliases=(*experts.STACKED_LINEAR_TENSORS, _CHOICE_BIAS),
 )
 
 
@@ -293,4 +308,280 @@ GPT_OSS = Family(
     irrelevant=("initial_context_length", "experts_per_token"),
     quantization="mxfp4",
     feed_forward_tensors=dict(experts=experts.STACKED_TENSORS),
+)
+
+
+QWEN2_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    settings={"experts.shared_gate": True},
+    fields={
+        "qkv_bias": "attention.qkv_bias",
+        **_FIELDS,
+        "norm_topk_prob": "experts.renormalize",
+        "shared_expert_intermediate_size": "experts.shared_ffn_dim",
+    },
+    defaults=dict(
+        num_key_value_heads=16,
+        qkv_bias=True,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        norm_topk_prob=False,
+    ),
+    required_values=dict(use_sliding_window=(False,)),
+    feed_forward_tensors=dict(experts=(*experts.TENSORS, *experts.shared_tensors("shared_expert"))),
+)
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    layer_kinds=MINISTRAL3.layer_kinds,
+    read_kinds=MINISTRAL3.read_kinds,
+    write_kinds=MINISTRAL3.write_kinds,
+    settings={"experts.renormalize": True},
+    fields=MINIMAX_M2.fields,
+    field_aliases=MINIMAX_M2.field_aliases,
+    defaults=dict(
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    required_values=dict(router_jitter_noise=(0.0,)),
+    feed_forward_tensors=dict(
+        experts=tuple(x._replace(is_float32=False) for x in experts.MIXTRAL_TENSORS[:4])
+    ),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+)
+
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    settings={"attention.qk_norm": "projection"},
+    fields={
+        "attention_bias": "attention.qkv_bias",
+        "num_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
+    },
+    field_aliases=_ALIASES,
+    defaults=dict(rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+    required_values=dict(clip_qkv=(None,)),
+    feed_forward_tensors=dict(experts=experts.TENSORS),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+)
+
+
+def _with_blocks(config: Fields, kinds: list[str], num_dense: int) -> list[str]:
+    """`kinds`, with a prefix for those of dense layers; see `read_first_dense`."""
+    blocks = read_first_dense(config, num_dense, other="sparse")
+    return [f"dense_{x}" if block == "dense" else x for x, block in zip(kinds, blocks)]
+
+
+def _write_blocks(model: ModelConfig) -> dict[str, Any]:
+    """The field mlp_layer_types, which `read_first_dense` reads."""
+    blocks = (model.layer_config(kind).feed_forward for kind in model.kinds_of_layers)
+    return dict(mlp_layer_types=["dense" if x == "dense" else "sparse" for x in blocks])
+
+
+def _mellum_read_kinds(config: Fields) -> list[str]:
+    return _with_blocks(config, read_layer_types(config), num_dense=0)
+
+
+MELLUM = dataclasses.replace(
+    QWEN3_MOE,
+    model_type="mellum",
+    architecture="MellumForCausalLM",
+    layer_kinds=kind_sets("full", "sliding"),
+    read_kinds=_mellum_read_kinds,
+    write_kinds=write_layer_types,
+    defaults=dict(
+        num_key_value_heads=4,
+        head_dim=128,
+        sliding_window=1024,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=500000.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+        ),
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=896,
+        norm_topk_prob=True,
+    ),
+    required_values={},
+    rope_by_layer_type=True,
+    other_prefixes=("mtp.",),
+    irrelevant=(
+        "mlp_layer_types",  # `_mellum_read_kinds` reads it
+        "use_sliding_window",  # layer_types has the windows
+        "max_window_layers",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "mtp_layer_types",
+        "mtp_mlp_layer_types",
+    ),
+    kinds={},
+)
+
+
+SOLAR_OPEN = dataclasses.replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    layer_kinds=(("full",),),
+    read_kinds=functools.partial(read_first_dense, num_dense=0, other="full"),
+    write_kinds=nothing,
+    defaults={**GLM4_MOE.defaults, "partial_rotary_factor": 1.0, "rope_theta": 1e6, "head_dim": 128}
+    | dict(moe_intermediate_size=1280),
+    required_values=dict(use_qk_norm=(False,)),
+    kinds={},
+)
+
+
+def _read_shared(config: Fields) -> dict[str, Any]:
+    num_shared = config.get("num_shared_experts") or 0
+    return {"experts.shared_ffn_dim": num_shared * config["moe_intermediate_size"]}
+
+
+def _write_shared(model: ModelConfig) -> dict[str, Any]:
+    return dict(num_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim)
+
+
+HY_V3 = dataclasses.replace(
+    GLM4_MOE,
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    write_kinds=_write_blocks,
+    settings={
+        "attention.qk_norm": "head",
+        "experts.router": "sigmoid",
+        "experts.choice_bias": True,
+        "experts.renormalize": True,
+    },
+    fields={
+        "attention_bias": "attention.qkv_bias",
+        **_FIELDS,
+        "router_scaling_factor": "experts.scale",
+    },
+    field_aliases=_ALIASES | {"expert_hidden_dim": "moe_intermediate_size"},
+    read_settings=_read_shared,
+    write_settings=_write_shared,
+    varying=("experts.shared_ffn_dim",),
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=11_158_840.0,
+        num_experts=192,
+        num_experts_per_tok=8,
+        num_shared_experts=1,
+        moe_intermediate_size=1536,
+        router_scaling_factor=2.826,
+    ),
+    required_values=dict(
+        mlp_bias=(False,),
+        qk_norm=(True,),
+        route_norm=(True,),
+        moe_router_use_sigmoid=(True,),
+        moe_router_enable_expert_bias=(True,),
+    ),
+    irrelevant=(
+        *GLM4_MOE.irrelevant,
+        "mlp_layer_types",
+        # data types and kernels of the authors' program
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
+        "use_grouped_mm",
+        "eod_token_id",
+    ),
+    feed_forward_tensors=dict(
+        experts=(
+            experts.TENSORS[0]._replace(name="mlp.router.gate.weight"),
+            *experts.TENSORS[1:],
+            experts.CHOICE_BIAS._replace(name="mlp.expert_bias"),
+            *experts.shared_tensors("shared_mlp"),
+        )
+    ),
+    tensor_aliases=(
+        *experts.STACKED_LINEAR_TENSORS,
+        _CHOICE_BIAS,
+        *experts.shared_tensors("shared_experts"),
+    ),
+)
+
+
+_EXAONE_DENSE = {f"dense_{kind}": kind for kind in ("sliding", "nope")}
+
+
+def _exaone_moe_read_kinds(config: Fields) -> list[str]:
+    return _with_blocks(config, [*EXAONE4.read_kinds(config)], num_dense=1)
+
+
+def _exaone_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    return write_masks(model) | _write_blocks(model)
+
+
+EXAONE_MOE = dataclasses.replace(
+    GLM4_MOE,
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    layer_kinds=kind_sets("sliding", "nope", *_EXAONE_DENSE),
+    read_kinds=_exaone_moe_read_kinds,
+    write_kinds=_exaone_moe_write_kinds,
+    settings={
+        "attention.qk_norm": "head",
+        "experts.router": "sigmoid",
+        "experts.choice_bias": True,
+    },
+    fields={
+        **_FIELDS,
+        "norm_topk_prob": "experts.renormalize",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_per_token",
+        "routed_scaling_factor": "experts.scale",
+    },
+    field_aliases=_ALIASES,
+    read_settings=_read_shared,
+    write_settings=_write_shared,
+    varying=HY_V3.varying,
+    defaults=dict(
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+        num_experts=64,
+        num_experts_per_tok=8,
+        num_shared_experts=1,
+        moe_intermediate_size=1024,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=1,
+        topk_group=1,
+    ),
+    required_values=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
+    other_prefixes=("mtp.",),
+    irrelevant=(
+        "sliding_window_pattern",
+        "mlp_layer_types",
+        "is_moe_layer",
+        "first_k_dense_replace",
+        "first_last_k_dense_replace",
+        "num_nextn_predict_layers",
+    ),
+    feed_forward_tensors=dict(
+        experts=(*experts.TENSORS, _CHOICE_BIAS, *experts.shared_tensors("shared_experts"))
+    ),
+    tensor_aliases=(*experts.STACKED_LINEAR_TENSORS, experts.CHOICE_BIAS),
+    kinds={
+        kind: dict(attention=attention, feed_forward="dense")
+        for kind, attention in _EXAONE_DENSE.items()
+    },
 )
