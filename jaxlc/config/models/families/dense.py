@@ -46,6 +46,10 @@ LLAMA = Family(
 )
 
 
+def _write_start(_: ModelConfig) -> dict[str, Any]:
+    return dict(bos_token_id=0)  # transformers refuses null
+
+
 CWM = Family(
     model_type="cwm",
     architecture="CwmForCausalLM",
@@ -55,6 +59,7 @@ CWM = Family(
     ),
     write_kinds=write_layer_types,
     fields={"mlp_bias": "mlp_bias"},
+    write_settings=_write_start,
     defaults=dict(
         num_key_value_heads=8,
         head_dim=128,
