@@ -525,8 +525,17 @@ def weighted_loss(sums: ExpertSums, train: TrainConfig) -> jax.Array:
     return train.balance_loss * sums.balance_loss + train.router_z_loss * sums.router_z_loss
 
 
-def expert_metrics(sums: ExpertSums, num_microbatches: int) -> ExpertMetrics:
-    """The metrics of a step."""
+def num_filled(segment_ids: jax.Array) -> jax.Array:
+    """The number of microbatches that have tokens, at least 1; others add nothing to losses of experts. float32.
+
+    Args:
+      segment_ids: [gradient accumulation steps, sequences, tokens]; 0 is padding.
+    """
+    return jnp.maximum((segment_ids > 0).any((1, 2)).sum(dtype=jnp.float32), 1)
+
+
+def expert_metrics(sums: ExpertSums, num_microbatches: jax.Array) -> ExpertMetrics:
+    """The metrics of a step with tokens in `num_microbatches` microbatches."""
     mean_L1 = jnp.maximum(sums.counts_LE.mean(1, keepdims=True), 1 / sums.counts_LE.shape[1])
     return ExpertMetrics(
         balance_loss=sums.balance_loss / num_microbatches,

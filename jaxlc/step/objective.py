@@ -62,6 +62,7 @@ from jaxlc.step.loss import (
     TokenLoss,
     expert_sums,
     loss_sums,
+    num_filled,
     sums_and_losses,
     weighted_loss,
 )
@@ -275,8 +276,8 @@ class Objective:
         trainable, frozen = lora.split(params, self.frozen)
         trainable_dims, _ = lora.split(self.dims, self.frozen)
         # Sums are divided by this number, and the losses of experts are means over the
-        # microbatches.
-        per_microbatch = denominator(batch, self.config.posttrain) / len(batch.tokens)
+        # microbatches with tokens.
+        per_microbatch = denominator(batch, self.config.posttrain) / num_filled(batch.segment_ids)
         kl = self._divergence(params, batch)
 
         def objective(trainable, histories, part: Batch):

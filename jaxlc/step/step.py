@@ -50,7 +50,13 @@ from jaxlc.step.batch import (
     num_invalid_indices,
 )
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
-from jaxlc.step.loss import ExpertMetrics, TokenLoss, expert_metrics, with_balanced_biases
+from jaxlc.step.loss import (
+    ExpertMetrics,
+    TokenLoss,
+    expert_metrics,
+    num_filled,
+    with_balanced_biases,
+)
 from jaxlc.step.objective import Objective
 from jaxlc.step.state import DEVICE, StateMaker, TrainState, bytes_per_device, to_memory_kind
 from jaxlc.step.update import StepOptimizer, learning_rate_schedule
@@ -290,7 +296,7 @@ class TrainStep:
             skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
             attention_pairs=pairs,
             policy=policy,
-            experts=experts and expert_metrics(experts, len(batch.tokens)),
+            experts=experts and expert_metrics(experts, num_filled(batch.segment_ids)),
         )
         scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])

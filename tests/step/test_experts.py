@@ -242,6 +242,16 @@ def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
     assert max(jax.tree.leaves(errors)) <= 1e-4, errors
 
 
+def test_microbatches_of_padding_do_not_count_in_losses_of_experts():
+    """As of rollouts that fill fewer sequences than the batch has."""
+    rows = natural_rows()[:2]
+    padding = [{name: np.zeros_like(x) for name, x in row.items()} for row in rows]
+    got = _results(_step(gradient_accumulation_steps=2), rows=rows + padding)
+    expected = _results_of_halves()[0]
+    errors = jax.tree.map(max_relative_error, got[1], expected[1])
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
 def test_losses_of_experts_are_added_to_the_mean_of_a_policy_loss():
     """Advantages are 0, so only the losses of experts have gradients. They are multiplied by what
     grpo divides by: the number of answers.
