@@ -53,11 +53,12 @@ def test_run_killed_between_checkpoints_resumes_bitwise(config, uninterrupted, h
     # of an earlier start, perhaps with other settings
     samples = [workdir / "samples" / f"{step}.jsonl" for step in (4, 13)]
     exports = [workdir / name / str(step) for name in ("exported", "adapters") for step in (4, 13)]
-    for path in (*samples, *exports):
+    other = workdir / "adapters" / "13.tar"  # not written by a run
+    for path in (*samples, *exports, other):
         path.parent.mkdir(exist_ok=True)
         path.touch() if path.suffix else path.mkdir()
     output = runs.train(config, workdir)
-    assert [path.exists() for path in (*samples, *exports)] == [True, False] * 3
+    assert [path.exists() for path in (*samples, *exports)] == [True, False] * 3 and other.exists()
     assert re.search(r"resuming from step (8|12) ", output), output
     assert runs.rows(workdir) == uninterrupted  # bitwise: floats survive JSON
     log = (workdir / "log.txt").read_text()

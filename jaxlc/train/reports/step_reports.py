@@ -221,7 +221,8 @@ def remove_later_outputs(config: Config, workdir: Path, step: int) -> None:
     adapters = adapters_directory(config, workdir)
     for directory in (workdir / SAMPLES, workdir / EXPORTED, adapters):
         for path in directory.glob("[0-9]*"):
-            if path.stem.isdigit() and int(path.stem) > step:
+            name = path.name.removesuffix(".jsonl")
+            if name.isdigit() and int(name) > step:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
