@@ -26,11 +26,10 @@ _COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
 # XLA has as many threads as simulated devices or cores, and a collective blocks one. A device may wait in two
-# independent collectives of a step; then the last device finds no thread, and the step hangs (distill_128k:mini).
+# independent collectives of a step; then the last device finds no thread, and the step hangs (distill_128k:mini). More
+# threads make steps slower: quickstart on two cores by 10% with two for each device, by 18% with four.
 _THREADS_VARIABLE = "PJRT_NPROC"
-_THREADS_PER_DEVICE = (
-    2  # more make steps slower: quickstart on 2 cores by 10% with 2, by 18% with 4
-)
+_THREADS_PER_DEVICE = 2
 # A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with recoverable tasks too if
 # process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
 # `peers` detects processes and machines that have ended, and `watchdog` those that hang.
