@@ -1,6 +1,10 @@
 """`python -m jaxlc.exporting` is `jaxlc export`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("export")
 
 if __name__ == "__main__":
-    run_verb("export")
+    sys.exit(main(sys.argv))

@@ -1,6 +1,10 @@
 """`python -m jaxlc.logprobs` is `jaxlc logprobs`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("logprobs")
 
 if __name__ == "__main__":
-    run_verb("logprobs")
+    sys.exit(main(sys.argv))

@@ -1,6 +1,10 @@
 """`python -m jaxlc.recommend` is `jaxlc recommend`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("recommend")
 
 if __name__ == "__main__":
-    run_verb("recommend")
+    sys.exit(main(sys.argv))

@@ -1,6 +1,10 @@
 """`python -m jaxlc.checkpoints` is `jaxlc checkpoint`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("checkpoint")
 
 if __name__ == "__main__":
-    run_verb("checkpoint")
+    sys.exit(main(sys.argv))

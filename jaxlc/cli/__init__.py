@@ -92,11 +92,6 @@ def main_of(verb: str) -> Callable[[Sequence[str]], int]:
     return functools.partial(run_main, module[f"run_{verb}"], flags=flags)
 
 
-def run_verb(verb: str) -> None:
-    """Runs the command line of this process as a verb, and ends the process with its exit status."""
-    sys.exit(main_of(verb)(sys.argv))
-
-
 def help_text() -> str:
     """The text of `jaxlc --help`."""
     return "\n".join(

@@ -1,6 +1,10 @@
 """`python -m jaxlc.data` is `jaxlc data`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("data")
 
 if __name__ == "__main__":
-    run_verb("data")
+    sys.exit(main(sys.argv))

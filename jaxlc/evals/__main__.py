@@ -1,6 +1,10 @@
 """`python -m jaxlc.evals` is `jaxlc eval`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("eval")
 
 if __name__ == "__main__":
-    run_verb("eval")
+    sys.exit(main(sys.argv))

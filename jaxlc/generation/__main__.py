@@ -1,6 +1,10 @@
 """`python -m jaxlc.generation` is `jaxlc generate`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("generate")
 
 if __name__ == "__main__":
-    run_verb("generate")
+    sys.exit(main(sys.argv))

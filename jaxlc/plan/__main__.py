@@ -1,6 +1,10 @@
 """`python -m jaxlc.plan` is `jaxlc plan`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("plan")
 
 if __name__ == "__main__":
-    run_verb("plan")
+    sys.exit(main(sys.argv))

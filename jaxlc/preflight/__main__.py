@@ -1,6 +1,8 @@
 """`python -m jaxlc.preflight` is `jaxlc preflight`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli.training import preflight_main as main
 
 if __name__ == "__main__":
-    run_verb("preflight")
+    sys.exit(main(sys.argv))

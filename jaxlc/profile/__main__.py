@@ -1,6 +1,10 @@
 """`python -m jaxlc.profile` is `jaxlc profile`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli import main_of
+
+main = main_of("profile")
 
 if __name__ == "__main__":
-    run_verb("profile")
+    sys.exit(main(sys.argv))

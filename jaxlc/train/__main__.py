@@ -1,6 +1,8 @@
 """`python -m jaxlc.train` is `jaxlc train`."""
 
-from jaxlc.cli import run_verb
+import sys
+
+from jaxlc.cli.training import train_main as main
 
 if __name__ == "__main__":
-    run_verb("train")
+    sys.exit(main(sys.argv))
