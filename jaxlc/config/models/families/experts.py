@@ -37,12 +37,13 @@ from jaxlc.config.models.families.family import (
 )
 from jaxlc.config.models.model_schema import ModelConfig
 
-_FIELDS = {
+EXPERT_FIELDS = {
     "num_experts": "experts.num_experts",
     "num_experts_per_tok": "experts.experts_per_token",
     "moe_intermediate_size": "experts.ffn_dim",
 }
 _ALIASES = {"num_local_experts": "num_experts"}
+_SIGMOID_ROUTER = {"experts.router": "sigmoid", "experts.choice_bias": True}
 _CHOICE_BIAS = experts.CHOICE_BIAS._replace(name="mlp.e_score_correction_bias")
 
 
@@ -76,7 +77,7 @@ QWEN3_MOE = Family(
     settings={"attention.qk_norm": "head"},
     fields={
         "attention_bias": "attention.qkv_bias",
-        **_FIELDS,
+        **EXPERT_FIELDS,
         "norm_topk_prob": "experts.renormalize",
     },
     field_aliases=_ALIASES,
@@ -163,11 +164,7 @@ GLM4_MOE = Family(
     layer_kinds=(("full",), ("dense", "full")),
     read_kinds=functools.partial(read_first_dense, num_dense=1, other="full"),
     write_kinds=write_first_dense,
-    settings={
-        "experts.router": "sigmoid",
-        "experts.choice_bias": True,
-        "attention.out_bias": False,
-    },
+    settings={**_SIGMOID_ROUTER, "attention.out_bias": False},
     fields={
         "attention_bias": "attention.qkv_bias",
         "n_routed_experts": "experts.num_experts",
@@ -219,12 +216,7 @@ MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     read_kinds=_minimax_m2_read_kinds,
-    settings={
-        "attention.qk_norm": "projection",
-        "experts.router": "sigmoid",
-        "experts.choice_bias": True,
-        "experts.renormalize": True,
-    },
+    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "projection", "experts.renormalize": True},
     fields={
         "num_local_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
@@ -277,13 +269,8 @@ GPT_OSS = Family(
         "experts.router": "topk_softmax",
         "experts.bias": True,
     },
-    fields={
-        "attention_bias": "attention.qkv_bias",
-        "num_local_experts": "experts.num_experts",
-        "num_experts_per_tok": "experts.experts_per_token",
-        "intermediate_size": "experts.ffn_dim",
-    },
-    field_aliases={"num_experts": "num_local_experts"},
+    fields={"attention_bias": "attention.qkv_bias", **MINIMAX_M2.fields},
+    field_aliases=MINIMAX_M2.field_aliases,
     defaults=dict(
         num_key_value_heads=8,
         head_dim=64,
@@ -318,7 +305,7 @@ QWEN2_MOE = dataclasses.replace(
     settings={"experts.shared_gate": True},
     fields={
         "qkv_bias": "attention.qkv_bias",
-        **_FIELDS,
+        **EXPERT_FIELDS,
         "norm_topk_prob": "experts.renormalize",
         "shared_expert_intermediate_size": "experts.shared_ffn_dim",
     },
@@ -381,7 +368,7 @@ OLMOE = Family(
 
 
 def _with_blocks(config: Fields, kinds: list[str], num_dense: int) -> list[str]:
-    """`kinds`, with a prefix for those of dense layers; see `read_first_dense`."""
+    """Adds a prefix to the kinds of dense layers; see `read_first_dense`."""
     blocks = read_first_dense(config, num_dense, other="sparse")
     return [f"dense_{x}" if block == "dense" else x for x, block in zip(kinds, blocks)]
 
@@ -439,8 +426,13 @@ SOLAR_OPEN = dataclasses.replace(
     layer_kinds=(("full",),),
     read_kinds=functools.partial(read_first_dense, num_dense=0, other="full"),
     write_kinds=nothing,
-    defaults={**GLM4_MOE.defaults, "partial_rotary_factor": 1.0, "rope_theta": 1e6, "head_dim": 128}
-    | dict(moe_intermediate_size=1280),
+    defaults={
+        **GLM4_MOE.defaults,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 1.0,
+        "moe_intermediate_size": 1280,
+    },
     required_values=dict(use_qk_norm=(False,)),
     kinds={},
 )
@@ -460,15 +452,10 @@ HY_V3 = dataclasses.replace(
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
     write_kinds=_write_blocks,
-    settings={
-        "attention.qk_norm": "head",
-        "experts.router": "sigmoid",
-        "experts.choice_bias": True,
-        "experts.renormalize": True,
-    },
+    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "head", "experts.renormalize": True},
     fields={
         "attention_bias": "attention.qkv_bias",
-        **_FIELDS,
+        **EXPERT_FIELDS,
         "router_scaling_factor": "experts.scale",
     },
     field_aliases=_ALIASES | {"expert_hidden_dim": "moe_intermediate_size"},
@@ -537,13 +524,9 @@ EXAONE_MOE = dataclasses.replace(
     layer_kinds=kind_sets("sliding", "nope", *_EXAONE_DENSE),
     read_kinds=_exaone_moe_read_kinds,
     write_kinds=_exaone_moe_write_kinds,
-    settings={
-        "attention.qk_norm": "head",
-        "experts.router": "sigmoid",
-        "experts.choice_bias": True,
-    },
+    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "head"},
     fields={
-        **_FIELDS,
+        **EXPERT_FIELDS,
         "norm_topk_prob": "experts.renormalize",
         "n_group": "experts.groups",
         "topk_group": "experts.groups_per_token",
@@ -570,6 +553,7 @@ EXAONE_MOE = dataclasses.replace(
     other_prefixes=("mtp.",),
     irrelevant=(
         "sliding_window_pattern",
+        # dense layers; a file that contradicts the function above lacks tensors
         "mlp_layer_types",
         "is_moe_layer",
         "first_k_dense_replace",

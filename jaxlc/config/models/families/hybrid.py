@@ -19,7 +19,11 @@ import dataclasses
 from typing import Any
 
 from jaxlc.config.kinds import experts
-from jaxlc.config.models.families.experts import are_dense, write_dense_layers
+from jaxlc.config.models.families.experts import (
+    EXPERT_FIELDS,
+    are_dense,
+    write_dense_layers,
+)
 from jaxlc.config.models.families.family import (
     LAYER_TYPES,
     Family,
@@ -88,9 +92,7 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     settings={**QWEN3_5_TEXT.settings, "experts.renormalize": True, "experts.shared_gate": True},
     fields={
         **QWEN3_5_TEXT.fields,
-        "num_experts": "experts.num_experts",
-        "num_experts_per_tok": "experts.experts_per_token",
-        "moe_intermediate_size": "experts.ffn_dim",
+        **EXPERT_FIELDS,
         "shared_expert_intermediate_size": "experts.shared_ffn_dim",
     },
     defaults={
