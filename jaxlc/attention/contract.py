@@ -40,19 +40,21 @@ A fully masked row has out' 0, lse' equal to the sink, and gradient 0.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlc.core import frozen_dataclass
+
 OutLse = tuple[jax.Array, jax.Array]  # (out, lse)
 KeysValues = tuple[jax.Array, jax.Array]  # (k, v), or their gradients
 Gradients = tuple[jax.Array, jax.Array, jax.Array]  # (dq, dk, dv)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionSpec:
     """The static parameters of an attention call; hashable, so that it can be a static argument of
     `jit`.
@@ -225,7 +227,7 @@ def add_dlse_term(
     return lax.cond(has_dlse, add, lambda *dqk: dqk, *dqk)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionProblem:
     """The properties of an attention call that the choice of a kernel depends on."""
 

@@ -37,7 +37,6 @@ long sequence; a second float32 array would not be small.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionSpecs, repeat_heads
 from jaxlc.config import AttentionConfig
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, frozen_dataclass, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
@@ -132,7 +131,7 @@ def make_tiled(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TiledAttention:
     """Attention by tiles; see the docstring of the module.
 

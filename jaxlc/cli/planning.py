@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -35,7 +34,16 @@ from jaxlc.config.models.hub import DATASET_PREFIX
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1, Tokens, typed
-from jaxlc.core import CONTEXT, TENSOR, UserError, errors, gib, mesh_text, progress_lines
+from jaxlc.core import (
+    CONTEXT,
+    TENSOR,
+    UserError,
+    errors,
+    frozen_dataclass,
+    gib,
+    mesh_text,
+    progress_lines,
+)
 from jaxlc.core import print_to_stderr as log
 from jaxlc.core.axes import FSDP
 from jaxlc.core.files import local_path, write_json
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
     from jaxlc.search.recommendation import Recommendation
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PlanFlags(NodeFlags):
     """usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE
     ...] [--advise]
@@ -160,7 +168,7 @@ def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) 
     print(f"  weights   {gib(memory.weights_bytes):>9}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SweepFlags(TargetFlags):
     """usage: jaxlc sweep --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]
@@ -310,7 +318,7 @@ def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RecommendFlags(NodeFlags):
     """usage: jaxlc recommend --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]
@@ -512,7 +520,7 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     return config
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class InitFlags(RecommendFlags):
     """usage: jaxlc init --config=RECIPE --model=MODEL --data=PATHS --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]

@@ -6,7 +6,7 @@ it checks types, ranges and contradictions before JAX starts. Functions take the
 The section `model` is in `model_schema`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from jaxlc.config.rollouts_schema import PosttrainConfig, RolloutsConfig
@@ -25,9 +25,10 @@ from jaxlc.config.values import (
     Tokens,
     ZeroOrAbove1,
 )
+from jaxlc.core import frozen_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MeshConfig:
     """Number of devices along each axis of the device mesh. The product is the number of devices."""
 
@@ -48,7 +49,7 @@ class MeshConfig:
         return self.data * self.fsdp
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionConfig:
     """Attention across the context axis: strategy, mask and kernel."""
 
@@ -79,7 +80,7 @@ class AttentionConfig:
     key_block_tokens: From1[int] = 512  # KV block size of the same
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OptimizerConfig:
     """AdamW or Muon with decoupled weight decay, after clipping of the global gradient norm."""
 
@@ -116,7 +117,7 @@ class OptimizerConfig:
 MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrecisionConfig:
     """Data types of computation. Trained parameters, optimizer moments and sums of gradients over
     microbatches are float32.
@@ -156,7 +157,7 @@ class PrecisionConfig:
     loss_scale_max: Above0[float] = 2.0**24  # fp16: largest scale
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LoraConfig:
     """LoRA (Hu et al. 2021): trained low-rank adapters of frozen projections; docs/lora.md."""
 
@@ -180,7 +181,7 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MemoryConfig:
     """Rematerialization, offloading to host memory and tiling; docs/memory.md gives what each saves
     and costs.
@@ -213,7 +214,7 @@ class MemoryConfig:
     loss_chunk_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RuntimeConfig:
     """Processes, devices, transport between GPUs and compiler options."""
 
@@ -292,7 +293,7 @@ class RuntimeConfig:
     ] = "overlap"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TrainConfig:
     """Steps, batch size, evaluation, checkpoints and logging."""
 
@@ -368,7 +369,7 @@ class TrainConfig:
     wandb_project: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ProfileConfig:
     """Profiles of training steps, written to WORKDIR/profile; docs/profiling.md."""
 
@@ -394,7 +395,7 @@ RULER_TASKS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingSettings:
     """How tokens are chosen; also the flags of the verbs that sample a text."""
 
@@ -413,7 +414,7 @@ class SamplingSettings:
     seed: Below2To32[int] = 0  # random seed
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvalSettings:
     """An evaluation: scores of tasks and losses of documents at chosen context lengths."""
 
@@ -443,7 +444,7 @@ class EvalSettings:
     seed: int = 42  # random seed of the examples
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvalsConfig(EvalSettings):
     """Scores of tasks and losses of documents at chosen context lengths, during training;
     docs/evaluation.md.
@@ -457,7 +458,7 @@ class EvalsConfig(EvalSettings):
 CHAT_TEMPLATES = ("chatml", "llama3")  # names that data.chat_template knows
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SourceConfig:
     """One source of data.mixture."""
 
@@ -506,7 +507,7 @@ class SourceConfig:
         return bool(self.chat_field or self.chat_format)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
@@ -572,7 +573,7 @@ class DataConfig:
     stream_cache_gib: Above0[float] = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@frozen_dataclass(repr=False)
 class RunConfig:
     """The sections of a config except the model."""
 

@@ -11,13 +11,12 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
 
-from jaxlc.core import UserError, aligned, count_text, progress_lines, reason_of
+from jaxlc.core import UserError, aligned, count_text, frozen_dataclass, progress_lines, reason_of
 from jaxlc.core.files import difference, read_json_lines, replacing, write_json_lines
 from jaxlc.evals.haystack import Example
 from jaxlc.runtime.watchdog import on_process_0
@@ -25,7 +24,7 @@ from jaxlc.runtime.watchdog import on_process_0
 SCORES_FILE = "scores.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ScoreRow:
     """One score: a mean over examples or documents."""
 
@@ -167,7 +166,7 @@ Generate = Callable[[Sequence[Example], int], Sequence[str]]
 _SHOWN_CHARACTERS = 400  # last characters of a prompt
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Case:
     """A set of examples that has one score."""
 
@@ -179,7 +178,7 @@ class Case:
     data: str = ""  # fingerprint of the text in its examples
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Predictions:
     """The files of predictions of a model, one for each case."""
 

@@ -14,9 +14,7 @@ ascending order. So the keys that a query attends to are a prefix of each rank's
 layers store the last `window` tokens only, on all context ranks: token i in slot i % window.
 """
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,7 +25,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.core import CONTEXT, TENSOR
+from jaxlc.core import CONTEXT, TENSOR, frozen_dataclass
 from jaxlc.models.block import Block, Init
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
@@ -40,7 +38,7 @@ Cache = dict[
 ]  # for each segment: what `Mixer.abstract_cache` describes, by the place in an iteration
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CacheLayout:
     """Where token i of a sequence is stored; functions of arrays of any shape."""
 
@@ -139,7 +137,7 @@ class BatchTokens(NamedTuple):
     fragments_BT: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KindOnMesh:
     """The layers of one kind of a run, on a mesh."""
 

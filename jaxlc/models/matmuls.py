@@ -13,7 +13,6 @@ parameters, and its "gradient" is its next value (as in `flax.linen.fp8_ops`).
 
 import functools
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -22,7 +21,7 @@ from flax import nnx
 from flax.linen.fp8_ops import compute_scale, get_fp8_max, quantize
 from jax import lax
 
-from jaxlc.core import scopes
+from jaxlc.core import frozen_dataclass, scopes
 from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.rules import Sharder
 
@@ -35,7 +34,7 @@ _X, _W, _DOUT = range(3)  # indices into a history
 _BEHIND_BARRIER = ("mlp_gate", "mlp_up")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Fp8:
     """Which matrix products are in FP8, and how they are scaled."""
 

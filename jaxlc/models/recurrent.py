@@ -8,7 +8,6 @@ the rule by which they change a state.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ from jaxlc.attention.state_passing import like, where
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, frozen_dataclass, scopes
 from jaxlc.models.block import Init, bias_vector, matrix, rms_norm
 from jaxlc.models.contract import (
     BatchTokens,
@@ -240,7 +239,7 @@ _PAST = PartitionSpec(BATCH_AXES, None, None, TENSOR)
 _BATCH = PartitionSpec(BATCH_AXES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedRecurrence:
     """A chunk of new tokens, from the state after the tokens before it, context parallel; under
     `jit`.

@@ -12,14 +12,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import Log, UserError, processes
+from jaxlc.core import Log, UserError, frozen_dataclass, processes
 from jaxlc.core.errors import require
 from jaxlc.core.files import (
     Arrays,
@@ -51,7 +50,7 @@ _LINE_SECONDS = 60
 _MAX_DECODED = 8  # prompts may have 100,000s of tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Rollouts(DataSource):
     """Answers of the policy or of another program to prompts."""
 

@@ -10,13 +10,12 @@ import statistics
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlc.config import from_dict
 from jaxlc.config.flops import document_pairs
-from jaxlc.core import UserError, aligned, hardware
+from jaxlc.core import UserError, aligned, frozen_dataclass, hardware
 from jaxlc.core.files import read_json_file
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.report import PlanRecord
@@ -44,7 +43,7 @@ _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the 
 _GPUS_PER_DOMAIN = {"gb200": 64}  # assumed, as are 8 of all others
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TracedRun:
     """What `StepProfiler` wrote next to the trace; None where it did not, as for traces of other
     programs.
@@ -54,7 +53,7 @@ class TracedRun:
     about: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Estimate:
     prediction: Prediction
     model: TimeModel | None  # for single ring steps; None for a stored plan
@@ -208,7 +207,7 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ClassTime:
     """Time of a step; the measured times of all classes add up to the step."""
 
@@ -217,7 +216,7 @@ class ClassTime:
     estimated_seconds: float | None  # None: there is no estimate
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RingStepTime:
     """One collective instruction of attention."""
 
@@ -230,7 +229,7 @@ class RingStepTime:
     is_estimated_hidden: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Comparison:
     """Means over the devices and steps of a trace. `print` shows the tables."""
 

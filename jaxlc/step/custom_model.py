@@ -1,6 +1,5 @@
 """Custom models: their interface, and their loss and gradients in the training step."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc.config import Config
-from jaxlc.core import TENSOR, Unsupported, UserError
+from jaxlc.core import TENSOR, Unsupported, UserError, frozen_dataclass
 from jaxlc.step.batch import Batch, token_weights
 from jaxlc.step.loss import (
     LossSpec,
@@ -54,7 +53,7 @@ class Model(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CustomObjective:
     """The loss of `model` on `mesh`, with the interface of `objective.Objective`."""
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
+from jaxlc.core import frozen_dataclass
 from jaxlc.core.files import groups_within
 from jaxlc.models import lora
 from jaxlc.sharding import rules
@@ -34,7 +34,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@frozen_dataclass(eq=False)
 class StateMaker:
     """Makes the training state of a step."""
 

@@ -15,7 +15,6 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -38,7 +37,7 @@ from jaxlc.attention.strategies.strategy import (
     repeat_heads,
 )
 from jaxlc.config import AttentionConfig
-from jaxlc.core import CONTEXT, UserError, scopes
+from jaxlc.core import CONTEXT, UserError, frozen_dataclass, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
@@ -240,7 +239,7 @@ def make(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ShardedAttention:
     """Attention over a sequence split on a mesh, to be called under `jit`; `make` builds it.
 

@@ -13,7 +13,6 @@ kernel's `prepare` computed from them.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,16 @@ from jaxlc.attention.contract import (
     OutLse,
     QueryResults,
 )
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes, suggestion
+from jaxlc.core import (
+    BATCH_AXES,
+    CONTEXT,
+    TENSOR,
+    Unsupported,
+    UserError,
+    frozen_dataclass,
+    scopes,
+    suggestion,
+)
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 
@@ -239,7 +247,7 @@ def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
     data_fields=["weight_RnE", "a_Rr", "b_rnE"],
     meta_fields=["own_dim"],
 )
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Expansion:
     """The weights of latent attention, by which keys and values are products of latents."""
 

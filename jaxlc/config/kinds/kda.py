@@ -4,13 +4,12 @@ Computed by `jaxlc.models.kinds.kda`.
 Tensors: transformers, models/kimi_linear.
 """
 
-from dataclasses import dataclass
-
 from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 from jaxlc.config.values import UpTo0
+from jaxlc.core import frozen_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KdaConfig:
     """Kimi Delta Attention, linear attention with a state: the settings of kimi_delta layers."""
 

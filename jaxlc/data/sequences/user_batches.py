@@ -5,12 +5,11 @@ they may have: shared prefixes, advantages, log-probabilities.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import UserError
+from jaxlc.core import UserError, frozen_dataclass
 from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, DataSource, Inputs, array_dtypes
 
@@ -212,7 +211,7 @@ class ListedSequences:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OwnBatches(DataSource):
     """The batches that the caller of `jaxlc.train.run` passes."""
 

@@ -10,7 +10,6 @@ with as many key/value heads as query heads.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.latent import sends_latents
-from jaxlc.core import Unsupported, scopes
+from jaxlc.core import Unsupported, frozen_dataclass, scopes
 from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
@@ -187,7 +186,7 @@ class Latents(NamedTuple):
     latent: jax.Array
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedLatentAttention(CachedAttention):
     """The cache has the normed latents and the rotated part of the keys.
 
