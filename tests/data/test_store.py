@@ -116,6 +116,16 @@ def test_store_changed_file_makes_new_store(config: DataConfig):
     assert_intact(before)
 
 
+def test_store_of_a_file_that_changes_meanwhile_is_refused(config: DataConfig):
+    """Its name says when its files changed, so that it would be used if the file is put back."""
+    files = list_files(config.sources).files
+    path = files[1].path
+    os.utime(path, ns=(0, files[1].modified_ns + 1))
+    with pytest.raises(UserError, match="data.sources: .*b.txt has changed since it was listed"):
+        cache.open_store(files, config, Fields(), BYTES)
+    assert not files_in(config)
+
+
 def test_store_moved_corpus_keeps_fingerprint(config: DataConfig, tmp_path: Path):
     """A run resumes with the same corpus at another path or with other modification times."""
     before = open_store(config)

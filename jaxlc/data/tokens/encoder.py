@@ -339,6 +339,13 @@ def _pieces(
                     yield from _text_pieces(document, encoder, log)
             except BadRecord as error:
                 encoder.notes.skip(error)
+        path = file.path
+        # the name of the store has the time; copies of a stream have none
+        if (time := file.modified_ns) and not (path.exists() and path.stat().st_mtime_ns == time):
+            raise UserError(
+                f"{file.setting}: {path} has changed since it was listed: run the same command again when no"
+                " program writes to it"
+            )
 
 
 def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Piece]:

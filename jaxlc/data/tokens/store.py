@@ -328,6 +328,8 @@ def sharded_pieces(
     # Tokenized by this process.
     is_inline = [x[0].size_bytes > _MAX_SHARD_BYTES and not x[0].lines for x in shards]
     waiting = [n for n in range(len(shards)) if not (is_inline[n] or is_complete[n])]
+    for number in waiting:
+        paths[number].index.unlink(missing_ok=True)  # of a damaged store: it means complete below
     done_bytes = [size * done for size, done in zip(sizes, is_complete)]
     total_bytes = sum(sizes)
     progress(sum(done_bytes), total_bytes)
