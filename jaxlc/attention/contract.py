@@ -40,21 +40,19 @@ A fully masked row has out' 0, lse' equal to the sink, and gradient 0.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.core import frozen_dataclass
-
 OutLse = tuple[jax.Array, jax.Array]  # (out, lse)
 KeysValues = tuple[jax.Array, jax.Array]  # (k, v), or their gradients
 Gradients = tuple[jax.Array, jax.Array, jax.Array]  # (dq, dk, dv)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """The static parameters of an attention call; hashable, so that it can be a static argument of
     `jit`.
@@ -227,7 +225,7 @@ def add_dlse_term(
     return lax.cond(has_dlse, add, lambda *dqk: dqk, *dqk)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """The properties of an attention call that the choice of a kernel depends on."""
 

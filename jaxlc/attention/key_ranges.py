@@ -28,7 +28,7 @@ The values were chosen for an H100 from the register and shared memory use that 
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -36,7 +36,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, TreeRanges
-from jaxlc.core import frozen_dataclass
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -221,7 +220,7 @@ def _first_key_from(
     return lax.fori_loop(0, len(k_positions_S).bit_length(), halve, (first_T, end_T))[0]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TuningParams:
     """How one kernel is launched."""
 
@@ -283,7 +282,7 @@ def tuning_params(
 Ranges = tuple[jax.Array, jax.Array]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class BlockMask:
     """The implicit mask, which applies where there are no ranges, and the block sizes of both
     sides.

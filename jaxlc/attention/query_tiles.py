@@ -37,6 +37,7 @@ long sequence; a second float32 array would not be small.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionSpecs, repeat_heads
 from jaxlc.config import AttentionConfig
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, frozen_dataclass, scopes
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
@@ -131,7 +132,7 @@ def make_tiled(
     )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TiledAttention:
     """Attention by tiles; see the docstring of the module.
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,11 +12,11 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags
 from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.values import Above0
-from jaxlc.core import UserError, aligned, frozen_dataclass, progress_lines
+from jaxlc.core import UserError, aligned, progress_lines
 from jaxlc.core.files import displayed, local_path
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFlags(VerbFlags):
     """usage: jaxlc checkpoint ls WORKDIR
            jaxlc checkpoint verify WORKDIR [--steps=STEP,...]
@@ -134,7 +135,7 @@ def _check_one_is_valid(directory: Path, steps: Sequence[int]) -> None:
     )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ExportFlags(VerbFlags):
     """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
            [--base=MODEL] [--push_to_hub=ORGANIZATION/NAME]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import Log, UserError, frozen_dataclass, print_to_stderr, progress_lines
+from jaxlc.core import Log, UserError, print_to_stderr, progress_lines
 from jaxlc.core.files import local_path
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ModelFlags(VerbFlags):
     """The flags of every verb that computes with a model."""
 
@@ -29,7 +29,7 @@ class ModelFlags(VerbFlags):
     simulated_devices: int = 0  # number of CPU devices to simulate
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SamplingFlags(SamplingSettings, ModelFlags):
     """The flags of the verbs that sample a text."""
 
@@ -45,7 +45,7 @@ def settings_in(flags: Any, part: type) -> dict[str, Any]:
     return {field.name: getattr(flags, field.name) for field in fields(part)}
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TargetFlags(StageFlags):
     """The flags of every verb that compiles for absent GPUs."""
 
@@ -55,7 +55,7 @@ class TargetFlags(StageFlags):
     constants: str = ""
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class NodeFlags(TargetFlags):
     """The flags of every verb that plans a run on nodes, too."""
 

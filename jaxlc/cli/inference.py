@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand
 from jaxlc.config.schema import EvalSettings, SamplingSettings
 from jaxlc.config.values import Above0, From1, Tokens
-from jaxlc.core import UserError, frozen_dataclass, print_to_stderr, progress_lines, reason_of
+from jaxlc.core import UserError, print_to_stderr, progress_lines, reason_of
 from jaxlc.core.files import (
     difference,
     file_fingerprint,
@@ -39,7 +40,7 @@ from jaxlc.core.files import (
 )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class GenerateFlags(SamplingFlags):
     """usage: jaxlc generate SOURCE --prompt=TEXT [--max_tokens=N] [--temperature=T]
 
@@ -95,7 +96,7 @@ def _start_simulated(flags: ModelFlags) -> None:
         jaxlc.start(simulated_devices=flags.simulated_devices)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ChatFlags(SamplingFlags):
     """usage: jaxlc chat SOURCE [--system=TEXT] [--temperature=T]
 
@@ -164,7 +165,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class EvalFlags(ModelFlags, EvalSettings):
     """usage: jaxlc eval SOURCE ... --lengths=TOKENS,TOKENS [--tasks=TASK,TASK]
 
@@ -262,7 +263,7 @@ def _print_figures(paths: Sequence[Path]) -> None:
 _KEPT = "finished records are kept, and the same command resumes"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LogprobsFlags(ModelFlags):
     """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
     [--entropy] [--experts] [--top_k=0] [--tokenizer=DIRECTORY]

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,16 +35,7 @@ from jaxlc.config.models.hub import DATASET_PREFIX
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import Above0, From1, Tokens, typed
-from jaxlc.core import (
-    CONTEXT,
-    TENSOR,
-    UserError,
-    errors,
-    frozen_dataclass,
-    gib,
-    mesh_text,
-    progress_lines,
-)
+from jaxlc.core import CONTEXT, TENSOR, UserError, errors, gib, mesh_text, progress_lines
 from jaxlc.core import print_to_stderr as log
 from jaxlc.core.axes import FSDP
 from jaxlc.core.files import local_path, write_json
@@ -58,7 +50,7 @@ if TYPE_CHECKING:
     from jaxlc.search.recommendation import Recommendation
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PlanFlags(NodeFlags):
     """usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE
     ...] [--advise]
@@ -168,7 +160,7 @@ def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) 
     print(f"  weights   {gib(memory.weights_bytes):>9}")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SweepFlags(TargetFlags):
     """usage: jaxlc sweep --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]
@@ -318,7 +310,7 @@ def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list
     ]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RecommendFlags(NodeFlags):
     """usage: jaxlc recommend --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]
@@ -520,7 +512,7 @@ def recipe_config(config: ConfigDict | None, flags: Mapping[str, Any]) -> Config
     return config
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class InitFlags(RecommendFlags):
     """usage: jaxlc init --config=RECIPE --model=MODEL --data=PATHS --topology=GPU:DOMAINSxGPUS
     [--config.SECTION.KEY=VALUE ...]

@@ -5,18 +5,19 @@ what compares its trace with the plan.
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from jaxlc.cli.flags import check_output_file, import_jax
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, VerbFlags, run_main
 from jaxlc.config.values import From1
-from jaxlc.core import UserError, errors, frozen_dataclass, print_to_stderr, text
+from jaxlc.core import UserError, errors, print_to_stderr, text
 from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing, write_json
 from jaxlc.runtime import peers
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainFlags(ConfigFlags):
     """usage: jaxlc train --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
 
@@ -75,7 +76,7 @@ def _latest_checkpoint(workdir: Path) -> str:
     return f"the latest checkpoint in {workdir} is of step {steps[-1]}; run the same command again to resume from it"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PreflightFlags(ConfigFlags):
     """usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
 
@@ -101,7 +102,7 @@ def run_preflight(command: ParsedCommand[PreflightFlags]) -> int:
         raise
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class DataFlags(ConfigFlags):
     """usage: jaxlc data report --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
            jaxlc data show --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--num=3]
@@ -177,7 +178,7 @@ def _print_warnings(warnings: Iterable[str]) -> None:
         print_to_stderr(f"warning: {warning}")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ProfileFlags(VerbFlags):
     """usage: jaxlc profile TRACE [--plan=FILE] [--topology=GPU:DOMAINSxGPUS]
 

@@ -16,6 +16,7 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -35,7 +36,7 @@ from jaxlc.config.values import (
     out_of_range,
     typed,
 )
-from jaxlc.core import UserError, did_you_mean, frozen_dataclass, nearest_name, raise_first
+from jaxlc.core import UserError, did_you_mean, nearest_name, raise_first
 from jaxlc.core.files import local_path
 from jaxlc.core.text import guarded
 
@@ -132,7 +133,7 @@ def field_comments(cls: type) -> dict[str, str]:
 _SETTING = "config."
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class VerbFlags:
     """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no
     value. The docstring of the subclass begins the text of `--help`.
@@ -143,7 +144,7 @@ class VerbFlags:
     interrupted: ClassVar[str] = "interrupted"  # printed after Ctrl-C: what is kept
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ConfigFlags(VerbFlags):
     """The flags of every verb that takes a config."""
 
@@ -160,7 +161,7 @@ class ConfigFlags(VerbFlags):
     workdir: str = ""  # directory for checkpoints, metrics and plots; default: runs/NAME[-variant]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StageFlags(ConfigFlags):
     """The flags of a verb that can select a stage."""
 
@@ -170,7 +171,7 @@ class StageFlags(ConfigFlags):
 FlagsT = TypeVar("FlagsT", bound=VerbFlags)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ParsedCommand(Generic[FlagsT]):
     flags: FlagsT
     stages: tuple[Stage, ...] = ()  # one without a name for a config without stages

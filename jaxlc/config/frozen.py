@@ -5,6 +5,7 @@ and as HTML; the stages of a config, and the settings that a stage may change. I
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxlc.config.flops import StepFlops, document_pairs, step_flops
@@ -12,7 +13,7 @@ from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import RunConfig, SourceConfig
 from jaxlc.config.values import as_argument, defaults_of, flattened, plain
-from jaxlc.core import frozen_dataclass, paragraph, preformatted
+from jaxlc.core import paragraph, preformatted
 from jaxlc.core.text import details, table
 
 # (section, setting) -> the class of the parts with names that it contains.
@@ -97,7 +98,7 @@ def as_html(title: str, values: Values, defaults: Values) -> str:
 DEFAULT_PRESET = "tiny"
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(RunConfig):
     """All settings of a run. `print` and notebooks show the differences from the defaults."""
 
@@ -177,7 +178,7 @@ RUN_LENGTHS = ("train.steps", "train.tokens", "train.epochs")
 FROM_LENGTHS = (*RUN_LENGTHS, "optimizer.schedule_steps", "optimizer.schedule_start")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """One stage: its name, length and border, and the settings that it changes, as
     --config.stages.NAME.SECTION.KEY.
@@ -201,7 +202,7 @@ class StageConfig:
     min_scores: tuple[str, ...] = ()
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Stage(StageConfig):
     """A stage that `load_stages` resolved. A config without stages is one stage without a name.
 

@@ -1,12 +1,12 @@
 """The sections `posttrain` and `rollouts` of a config."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.values import Above0, Above0UpTo1, From0Below1, From1, FromMinus1, ZeroOrAbove1
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PosttrainConfig:
     """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
 
@@ -125,7 +125,7 @@ class PosttrainConfig:
         return self.uses_reference and self.reference == "model"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RolloutsConfig:
     """Traces that are made while training: a file for each step; docs/post_training.md. What is for the
     source `model` is also for `server`, unless it says `model only`.

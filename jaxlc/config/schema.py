@@ -6,7 +6,7 @@ it checks types, ranges and contradictions before JAX starts. Functions take the
 The section `model` is in `model_schema`.
 """
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxlc.config.rollouts_schema import PosttrainConfig, RolloutsConfig
@@ -25,10 +25,9 @@ from jaxlc.config.values import (
     Tokens,
     ZeroOrAbove1,
 )
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Number of devices along each axis of the device mesh. The product is the number of devices."""
 
@@ -49,7 +48,7 @@ class MeshConfig:
         return self.data * self.fsdp
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention across the context axis: strategy, mask and kernel."""
 
@@ -80,7 +79,7 @@ class AttentionConfig:
     key_block_tokens: From1[int] = 512  # KV block size of the same
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW or Muon with decoupled weight decay, after clipping of the global gradient norm."""
 
@@ -117,7 +116,7 @@ class OptimizerConfig:
 MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Data types of computation. Trained parameters, optimizer moments and sums of gradients over
     microbatches are float32.
@@ -157,7 +156,7 @@ class PrecisionConfig:
     loss_scale_max: Above0[float] = 2.0**24  # fp16: largest scale
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """LoRA (Hu et al. 2021): trained low-rank adapters of frozen projections; docs/lora.md."""
 
@@ -181,7 +180,7 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Rematerialization, offloading to host memory and tiling; docs/memory.md gives what each saves
     and costs.
@@ -214,7 +213,7 @@ class MemoryConfig:
     loss_chunk_tokens: int = 0
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """Processes, devices, transport between GPUs and compiler options."""
 
@@ -293,7 +292,7 @@ class RuntimeConfig:
     ] = "overlap"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Steps, batch size, evaluation, checkpoints and logging."""
 
@@ -369,7 +368,7 @@ class TrainConfig:
     wandb_project: str = ""
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """Profiles of training steps, written to WORKDIR/profile; docs/profiling.md."""
 
@@ -395,7 +394,7 @@ RULER_TASKS = (
 )  # fmt: skip
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """How tokens are chosen; also the flags of the verbs that sample a text."""
 
@@ -414,7 +413,7 @@ class SamplingSettings:
     seed: Below2To32[int] = 0  # random seed
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class EvalSettings:
     """An evaluation: scores of tasks and losses of documents at chosen context lengths."""
 
@@ -444,7 +443,7 @@ class EvalSettings:
     seed: int = 42  # random seed of the examples
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class EvalsConfig(EvalSettings):
     """Scores of tasks and losses of documents at chosen context lengths, during training;
     docs/evaluation.md.
@@ -458,7 +457,7 @@ class EvalsConfig(EvalSettings):
 CHAT_TEMPLATES = ("chatml", "llama3")  # names that data.chat_template knows
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """One source of data.mixture."""
 
@@ -507,7 +506,7 @@ class SourceConfig:
         return bool(self.chat_field or self.chat_format)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
@@ -573,7 +572,7 @@ class DataConfig:
     stream_cache_gib: Above0[float] = 2.0
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig:
     """The sections of a config except the model."""
 

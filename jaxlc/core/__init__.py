@@ -1,9 +1,4 @@
-"""What every other package uses: errors, texts, the names of mesh axes and frozen dataclasses.
-Imports no jax.
-"""
-
-import dataclasses
-from typing import Any, dataclass_transform
+"""What every other package uses: errors, texts and the names of mesh axes. Imports no jax."""
 
 from jaxlc.core.axes import (
     BATCH_AXES,
@@ -55,7 +50,6 @@ __all__ = [
     "count_text",
     "did_you_mean",
     "first_of",
-    "frozen_dataclass",
     "gib",
     "is_layers",
     "mesh_text",
@@ -71,11 +65,3 @@ __all__ = [
     "reason_of",
     "suggestion",
 ]
-
-
-@dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
-)
-def frozen_dataclass(cls: type | None = None, /, **options: bool) -> Any:
-    """`dataclasses.dataclass` with fields that are passed by name and never change."""
-    return dataclasses.dataclass(cls, frozen=True, kw_only=True, **options)

@@ -5,13 +5,11 @@ This module does not import jax.
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxlc.core import frozen_dataclass
 
-
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One GPU. Rates are peaks; achieved rates are lower (an H100's bf16 product measured near
     800e12 FLOP/s).

@@ -7,7 +7,7 @@ It is checked for enough text, with warnings about its text.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxlc.config import Config, DataConfig
 from jaxlc.config.models import hub
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import defaults_of
-from jaxlc.core import Update, UserError, frozen_dataclass, no_progress
+from jaxlc.core import Update, UserError, no_progress
 from jaxlc.core.files import sha256_of
 from jaxlc.data.sequences.loader import (
     MANY,
@@ -112,7 +112,7 @@ class CorpusSource(NamedTuple):
                 )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Corpus(DataSource):
     """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`:
     `num_documents` and `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of
@@ -228,7 +228,7 @@ def source_configs(config: DataConfig) -> list[SourceConfig]:
     return [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StoreOpener:
     """Lists the files of sources and opens their token stores."""
 

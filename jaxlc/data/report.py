@@ -8,22 +8,14 @@ import html
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config, Stage, load_stages
-from jaxlc.core import (
-    Log,
-    aligned,
-    checked,
-    count_text,
-    frozen_dataclass,
-    paragraph,
-    plot_style,
-    progress_lines,
-)
+from jaxlc.core import Log, aligned, checked, count_text, paragraph, plot_style, progress_lines
 from jaxlc.data import data_sources
 from jaxlc.data.data_sources import with_epochs
 from jaxlc.data.sequences.loader import DataSource, SourceShare, SourceView
@@ -146,7 +138,7 @@ class SourceExamples(NamedTuple):
     examples: tuple[Example, ...]
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Examples:
     """Examples of each source; a notebook shows them with colors, and `print` with brackets."""
 

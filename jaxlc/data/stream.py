@@ -32,7 +32,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.models import hub
 from jaxlc.config.schema import SourceConfig
-from jaxlc.core import UserError, errors, frozen_dataclass, gib, reason_of
+from jaxlc.core import UserError, errors, gib, reason_of
 from jaxlc.core.files import fingerprint_of, full_disk_reason, local_path, make_writable
 from jaxlc.data import corpus
 from jaxlc.data.sequences.loader import DataSource, Inputs, SourceView
@@ -317,7 +317,7 @@ class ChunkedSequences(JoinedSequences):
                     )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Stream(DataSource):
     """The data source of data.stream."""
 

@@ -9,6 +9,7 @@ and intervals that treat tokens as independent are too narrow.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, num_last_tokens, used_limits
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 from jaxlc.core.files import Arrays, read_json_lines, sha256_of
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
@@ -39,7 +40,7 @@ class Estimates(NamedTuple):
     documents: np.ndarray  # int64: number of documents with target tokens
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DocumentSums:
     """Sums over the target tokens of each document, by position: the number of earlier tokens of
     the document.
@@ -205,7 +206,7 @@ class CutDocument(NamedTuple):
     ids: np.ndarray  # int32 [tokens]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class DocumentLosses:
     """Losses of documents of one length, in nats per token."""
 

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import LOSS, NEEDLE, PASSKEY, RULER, lengths_in_training
 from jaxlc.config.models.pretrained import locate
-from jaxlc.core import Log, UserError, frozen_dataclass
+from jaxlc.core import Log, UserError
 from jaxlc.core.files import fingerprint_of, local_path, locked, locked_at_once
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
@@ -242,7 +242,7 @@ Report = Callable[[ScoreRow], None]
 _CHECKED_TOKENS = 8192  # longer examples take long to make
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedModel:
     """A model at one step of training."""
 

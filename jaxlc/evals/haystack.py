@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlc.core import UserError, errors, frozen_dataclass, reason_of
+from jaxlc.core import UserError, errors, reason_of
 from jaxlc.core.files import local_path
 
 DOCSTRINGS = "python-docstrings"
@@ -123,7 +123,7 @@ def sentences_of(text: str) -> list[str]:
     return re.split(r"(?<=[.!?]) (?=[A-Z\"'(])", text)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """A prompt and the strings that a right answer contains."""
 

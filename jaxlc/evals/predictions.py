@@ -11,12 +11,13 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
 
-from jaxlc.core import UserError, aligned, count_text, frozen_dataclass, progress_lines, reason_of
+from jaxlc.core import UserError, aligned, count_text, progress_lines, reason_of
 from jaxlc.core.files import difference, read_json_lines, replacing, write_json_lines
 from jaxlc.evals.haystack import Example
 from jaxlc.runtime.watchdog import on_process_0
@@ -24,7 +25,7 @@ from jaxlc.runtime.watchdog import on_process_0
 SCORES_FILE = "scores.jsonl"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ScoreRow:
     """One score: a mean over examples or documents."""
 
@@ -166,7 +167,7 @@ Generate = Callable[[Sequence[Example], int], Sequence[str]]
 _SHOWN_CHARACTERS = 400  # last characters of a prompt
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """A set of examples that has one score."""
 
@@ -178,7 +179,7 @@ class Case:
     data: str = ""  # fingerprint of the text in its examples
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Predictions:
     """The files of predictions of a model, one for each case."""
 

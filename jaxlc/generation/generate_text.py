@@ -12,14 +12,14 @@ is compiled.
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxlc.config.models.pretrained import context_warning
-from jaxlc.core import UserError, frozen_dataclass, gib, print_to_stderr
+from jaxlc.core import UserError, gib, print_to_stderr
 from jaxlc.core.files import valid_unicode
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template
@@ -42,7 +42,7 @@ from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class GenerationMemory:
     """Bytes per device; the temporaries of the programs are not counted."""
 
@@ -101,7 +101,7 @@ def sample_memory(step: TrainStep) -> GenerationMemory | None:
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PromptEncoder:
     """Converts text to token ids."""
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from jaxlc.core import (
     Unsupported,
     Update,
     UserError,
-    frozen_dataclass,
     no_progress,
     num_replicas,
     progress_lines,
@@ -62,7 +61,7 @@ TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # for int32 [B, C]
 BATCH_SPEC = PartitionSpec(BATCH_AXES)  # for int32 [B]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CachedStep:
     """The decoder on new tokens, with a cache of the tokens before them, on a mesh whose devices may
     be absent.
@@ -253,7 +252,7 @@ def cast_params(step: TrainStep, params: dict) -> dict:
 Stream = Callable[[int, str], None]  # index of the prompt, new text
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """The continuation of one prompt."""
 

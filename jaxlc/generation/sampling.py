@@ -4,6 +4,7 @@ stop strings.
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxlc.config.schema import SamplingSettings
 from jaxlc.config.values import out_of_range
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # a tokenizer decodes the first bytes of a character to it
@@ -114,7 +115,7 @@ class TextStream:
             self.is_stopped = True
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingSettings):
     """How tokens are chosen.
 

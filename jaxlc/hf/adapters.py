@@ -7,7 +7,7 @@ adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each proj
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from jaxlc.config.models.families import Family
 from jaxlc.config.models.families.family import ReadFields
 from jaxlc.config.models.pretrained import locate, read_json
 from jaxlc.config.values import as_argument
-from jaxlc.core import Unsupported, UserError, frozen_dataclass, raise_all
+from jaxlc.core import Unsupported, UserError, raise_all
 from jaxlc.core.files import ADAPTER_FILE, Arrays, local_path, write_json
 from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import Layout, Layouts, language_model_tensors, layouts_of, paths_of
@@ -57,7 +57,7 @@ class Params(Protocol):
     def read(self, paths: Iterable[str]) -> Arrays: ...
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StackedAdapter:
     """The adapters of one projection in all layers of a stack, float32."""
 
@@ -335,7 +335,7 @@ def _trained_layouts(config: Config, layouts: Layouts) -> Layouts:
     return trained
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class _Module:
     """What `peft` gives one adapter: a module, or a parameter of transformers with the weights of
     all experts.

@@ -26,7 +26,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxlc.config.models.config_json import BITSANDBYTES, language_model_of, quantization_of
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
-from jaxlc.core import Unsupported, UserError, frozen_dataclass, reason_of
+from jaxlc.core import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, groups_within, other_format, read_json_file, write_json
 from jaxlc.models.quantized import BLOCK, MX_BLOCK, SCALES_BLOCK, Mxfp4, Nf4, scale_values
 
@@ -59,7 +59,7 @@ Read = Callable[
 ]  # (tensor, *slices) -> a part of a tensor that is in a file as it is
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """Where a tensor is stored."""
 
@@ -100,7 +100,7 @@ def _num_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class JoinedTensor(StoredTensor):
     """The rows of several tensors, one after the other, as float32: their dtypes may differ."""
 
@@ -280,7 +280,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _MAX_SCALE = 252  # with which the largest value is finite
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor(StoredTensor):
     """The two tensors as one of dtype BF16, in which all values are exact; `path` is that of the
     blocks.
@@ -318,7 +318,7 @@ _CONVERTED_ROWS = 128  # at a time, so that few values are in float32
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Fp8Tensor(StoredTensor):
     """A weight in FP8 and its scales as one tensor of dtype BF16; path and name are the weight's."""
 
@@ -352,7 +352,7 @@ _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 _NF4_PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Nf4Tensor(StoredTensor):
     """A weight in NF4 of bitsandbytes as one tensor of dtype BF16; path and name are the weight's."""
 

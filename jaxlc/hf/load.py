@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families import Family
-from jaxlc.core import Unsupported, Update, UserError, frozen_dataclass
+from jaxlc.core import Unsupported, Update, UserError
 from jaxlc.hf.files import (
     DTYPES,
     JoinedTensor,
@@ -38,7 +39,7 @@ T = TypeVar("T")
 Index = tuple[tuple[int, int, int], ...]  # (start, stop, 1) of each dimension
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """A tensor, or those of several layers, and the parameter that they become."""
 

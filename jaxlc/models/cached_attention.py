@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,15 +26,7 @@ from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kern
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
-from jaxlc.core import (
-    BATCH_AXES,
-    CONTEXT,
-    TENSOR,
-    Unsupported,
-    frozen_dataclass,
-    num_replicas,
-    scopes,
-)
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, num_replicas, scopes
 from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
 from jaxlc.sharding.mesh import shard_map
 
@@ -151,7 +144,7 @@ _LSE = PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
 _PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CachedAttention(CachedKernels):
     """Attention of new tokens over the KV cache, context parallel, and the update of the cache; under `jit`.
 

@@ -14,7 +14,9 @@ ascending order. So the keys that a query attends to are a prefix of each rank's
 layers store the last `window` tokens only, on all context ranks: token i in slot i % window.
 """
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,7 +27,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.models.model_schema import LayerConfig
-from jaxlc.core import CONTEXT, TENSOR, frozen_dataclass
+from jaxlc.core import CONTEXT, TENSOR
 from jaxlc.models.block import Block, Init
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
@@ -38,7 +40,7 @@ Cache = dict[
 ]  # for each segment: what `Mixer.abstract_cache` describes, by the place in an iteration
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """Where token i of a sequence is stored; functions of arrays of any shape."""
 
@@ -137,7 +139,7 @@ class BatchTokens(NamedTuple):
     fragments_BT: jax.Array | None = None
 
 
-@frozen_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KindOnMesh:
     """The layers of one kind of a run, on a mesh."""
 

@@ -20,7 +20,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.kv_blocks import at, put_at
-from jaxlc.core import frozen_dataclass
 from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import (
@@ -105,7 +104,7 @@ def _value(function: Callable, *operands) -> tuple[Any, None]:
     return function(*operands), None
 
 
-@frozen_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerOfLayer:
     """A mixer of a layer with its weights."""
 
@@ -137,7 +136,7 @@ class TileMixer(Protocol):
         raise NotImplementedError
 
 
-@frozen_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledLayer:
     """A layer on tiles; see `run_layer` for the fields.
 

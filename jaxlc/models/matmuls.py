@@ -13,6 +13,7 @@ parameters, and its "gradient" is its next value (as in `flax.linen.fp8_ops`).
 
 import functools
 import re
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -21,7 +22,7 @@ from flax import nnx
 from flax.linen.fp8_ops import compute_scale, get_fp8_max, quantize
 from jax import lax
 
-from jaxlc.core import frozen_dataclass, scopes
+from jaxlc.core import scopes
 from jaxlc.models.quantized import is_quantized
 from jaxlc.sharding.rules import Sharder
 
@@ -34,7 +35,7 @@ _X, _W, _DOUT = range(3)  # indices into a history
 _BEHIND_BARRIER = ("mlp_gate", "mlp_up")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Fp8:
     """Which matrix products are in FP8, and how they are scaled."""
 

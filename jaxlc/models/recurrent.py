@@ -8,6 +8,7 @@ the rule by which they change a state.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from jaxlc.attention.state_passing import like, where
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.config.kinds.contract import RecurrentWidths
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, frozen_dataclass, scopes
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, scopes
 from jaxlc.models.block import Init, bias_vector, matrix, rms_norm
 from jaxlc.models.contract import (
     BatchTokens,
@@ -239,7 +240,7 @@ _PAST = PartitionSpec(BATCH_AXES, None, None, TENSOR)
 _BATCH = PartitionSpec(BATCH_AXES)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CachedRecurrence:
     """A chunk of new tokens, from the state after the tokens before it, context parallel; under
     `jit`.

@@ -5,13 +5,14 @@ worst sequence.
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.data_sources import with_used_split
 from jaxlc.data.sequences.packing import best_fit
@@ -33,7 +34,7 @@ _MIX_LONG_SHARE = 0.6  # fraction of the tokens of a sequence of the mix
 _MIX_MIN_TOKENS = 256
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PackingEstimate:
     """Estimates for one representative sequence (best, typical, worst), or for the mean step."""
 
@@ -54,7 +55,7 @@ class PackingEstimate:
     mfu_documents: float
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PackingEstimates:
     """Estimates for sequences of one source; best, typical (median) and worst by attention work."""
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -27,7 +27,7 @@ from jax.stages import Compiled, Lowered
 from jaxlc.attention.kernels import cudnn, fa3
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
-from jaxlc.core import UserError, frozen_dataclass, scopes
+from jaxlc.core import UserError, scopes
 from jaxlc.core.files import TEMPORARY_ADVICE, temporary_explained
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram, analyze
@@ -69,7 +69,7 @@ NCCL_MAX_PEERS = 7
 _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes per GPU and per node. Parameters, optimizer state and batch are parts of the arguments."""
 
@@ -287,7 +287,7 @@ _NVSHMEM_HEAP_BYTES = 2**30  # the default of NVSHMEM_SYMMETRIC_SIZE, NVSHMEM's 
 _SLOP_PERCENT = 95
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledProgram:
     """A compiled program: of a training step, an evaluation or log-probabilities."""
 
@@ -380,7 +380,7 @@ def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dic
     return compile_with({**options, **NO_TRITON})
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgram(CompiledProgram):
     """A training step that is compiled ahead of time and verified against its config
     (`compile_step`).
@@ -507,7 +507,7 @@ class CollectiveStats(NamedTuple):
     crosses_domains: bool  # some leave an NVLink domain and use the network
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Ring:
     """Collective permutes of attention in one step. The JSON calls one of them, between two ranks,
     a hop.

@@ -6,14 +6,14 @@ import dataclasses
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self
 
 from jaxlc.config.models.presets import model_name
-from jaxlc.core import UserError, count_text, frozen_dataclass, gib, mesh_text, preformatted
+from jaxlc.core import UserError, count_text, gib, mesh_text, preformatted
 from jaxlc.core.files import local_path, read_json_file
 from jaxlc.core.plot_style import RED, TEAL
 from jaxlc.core.text import details
@@ -30,7 +30,7 @@ DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits") 
 ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """Settings with which the step was compiled again."""
 
@@ -41,7 +41,7 @@ class Change:
     fits: bool  # device and host memory
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ReferencePass:
     """The forward pass of the reference model of posttrain.reference=model, before each step."""
 
@@ -50,7 +50,7 @@ class ReferencePass:
     host_bytes: int  # its weights in pinned host memory, in memory.host_bytes_per_device too
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
     """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
 

@@ -6,6 +6,7 @@ asks for.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,7 @@ from jaxlc.config import Config, load, to_dict, with_settings
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.model_schema import longest, segments_of
 from jaxlc.config.models.pretrained import context_warning
-from jaxlc.core import UserError, aligned, count_text, errors, frozen_dataclass, gib, mesh_text
+from jaxlc.core import UserError, aligned, count_text, errors, gib, mesh_text
 from jaxlc.core.files import local_path
 from jaxlc.generation.generate_text import rollout_memory, sample_memory
 from jaxlc.plan import report
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision", "train")
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanRecord):
     """A training step compiled ahead of time.
 
@@ -281,7 +282,7 @@ _HEADS = (
 )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The compiled step of a stage, and its number of steps."""
 
@@ -305,7 +306,7 @@ class StagePlan:
         return self.hours * self.plan.num_devices
 
 
-@frozen_dataclass(repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StagesPlan:
     """The plans of all stages of a run; print it."""
 

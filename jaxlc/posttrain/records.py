@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import ModelConfig
-from jaxlc.core import UserError, frozen_dataclass, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.sequences.user_batches import check_range
@@ -92,7 +92,7 @@ _FLOAT32_END = 3.4e38
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """A prompt and an answer, or several turns of both."""
 

@@ -12,13 +12,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import Log, UserError, frozen_dataclass, processes
+from jaxlc.core import Log, UserError, processes
 from jaxlc.core.errors import require
 from jaxlc.core.files import (
     Arrays,
@@ -50,7 +51,7 @@ _LINE_SECONDS = 60
 _MAX_DECODED = 8  # prompts may have 100,000s of tokens
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Rollouts(DataSource):
     """Answers of the policy or of another program to prompts."""
 

@@ -9,13 +9,14 @@ import json
 import os
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import frozen_dataclass, raise_all, reason_of
+from jaxlc.core import raise_all, reason_of
 from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -41,7 +42,7 @@ class _Refused(SamplerError):
         self.status = status
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Server:
     """The server of config.rollouts.server, or that of a teacher."""
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 from jaxlc.config import Config, DataConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 from jaxlc.data.sequences.loader import (
     MANY,
     DataSource,
@@ -58,7 +58,7 @@ Group = Sequence[Trace]
 _SETTING = "data.traces"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Traces(DataSource):
     """Training and held-out sequences of traces. A group is in one of them as a whole."""
 

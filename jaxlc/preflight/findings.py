@@ -15,7 +15,7 @@ import socket
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +24,7 @@ import jax
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import Config
-from jaxlc.core import aligned, first_of, frozen_dataclass, gib
+from jaxlc.core import aligned, first_of, gib
 from jaxlc.core.processes import UNKNOWN_MEMORY, free_host_bytes, system_text
 from jaxlc.runtime import memory
 from jaxlc.runtime.memory import HOST_SHARE, query_gpus
@@ -41,7 +41,7 @@ _CAP_IPC_LOCK = 14  # linux/capability.h: a process that has it locks memory wit
 _GPU_FIELDS = ("index", "uuid", "memory.total", "memory.free", "driver_version")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a process has found. Times are in seconds, of the slowest of its devices where a device
     is measured.

@@ -10,12 +10,13 @@ import statistics
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlc.config import from_dict
 from jaxlc.config.flops import document_pairs
-from jaxlc.core import UserError, aligned, frozen_dataclass, hardware
+from jaxlc.core import UserError, aligned, hardware
 from jaxlc.core.files import read_json_file
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.report import PlanRecord
@@ -43,7 +44,7 @@ _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the 
 _GPUS_PER_DOMAIN = {"gb200": 64}  # assumed, as are 8 of all others
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TracedRun:
     """What `StepProfiler` wrote next to the trace; None where it did not, as for traces of other
     programs.
@@ -53,7 +54,7 @@ class TracedRun:
     about: dict[str, Any] | None = None
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     prediction: Prediction
     model: TimeModel | None  # for single ring steps; None for a stored plan
@@ -207,7 +208,7 @@ _NAMES = {
 }
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ClassTime:
     """Time of a step; the measured times of all classes add up to the step."""
 
@@ -216,7 +217,7 @@ class ClassTime:
     estimated_seconds: float | None  # None: there is no estimate
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RingStepTime:
     """One collective instruction of attention."""
 
@@ -229,7 +230,7 @@ class RingStepTime:
     is_estimated_hidden: bool | None
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Means over the devices and steps of a trace. `print` shows the tables."""
 

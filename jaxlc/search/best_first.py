@@ -14,12 +14,13 @@ import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
-from jaxlc.core import Log, UserError, frozen_dataclass
+from jaxlc.core import Log, UserError
 from jaxlc.core.processes import Row
 from jaxlc.plan.report import Change
 from jaxlc.plan.result import Plan, on_gpus, plan_step
@@ -38,7 +39,7 @@ _FIRST_WORKING = 0.5  # compiled / estimated working memory, before anything was
 Compile = Callable[[Sequence["Candidate"], IsOver], Sequence[Row]]
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate(Point):
     """A configuration with its estimate."""
 

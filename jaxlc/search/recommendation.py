@@ -10,6 +10,7 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict, with_settings
@@ -21,7 +22,7 @@ from jaxlc.config.models.presets import model_name
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import as_python, flattened
-from jaxlc.core import Log, UserError, frozen_dataclass, gib, num_replicas, progress_lines
+from jaxlc.core import Log, UserError, gib, num_replicas, progress_lines
 from jaxlc.core.files import local_path
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
@@ -112,7 +113,7 @@ _NOT_COMPILED = (
 )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Recommendation:
     """The result of a search."""
 

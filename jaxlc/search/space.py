@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxlc.config import Config, MemoryConfig, with_settings
@@ -17,15 +18,7 @@ from jaxlc.config.checks.layer_checks import unsupported_problems
 from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.flops import loss_chunk_tokens
 from jaxlc.config.values import as_argument, defaults_of
-from jaxlc.core import (
-    CONTEXT,
-    MESH_AXES,
-    TENSOR,
-    count_text,
-    frozen_dataclass,
-    mesh_text,
-    num_replicas,
-)
+from jaxlc.core import CONTEXT, MESH_AXES, TENSOR, count_text, mesh_text, num_replicas
 from jaxlc.core.hardware import Device
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
@@ -88,7 +81,7 @@ _STATE_COSTS = {
 _MIN_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Point:
     """A configuration: `settings` on top of the config `base`."""
 

@@ -22,23 +22,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.core import (
-    BATCH_AXES,
-    CONTEXT,
-    TENSOR,
-    aligned,
-    count_text,
-    frozen_dataclass,
-    mesh_text,
-    text,
-)
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, aligned, count_text, mesh_text, text
 from jaxlc.core.axes import WEIGHT_AXES
 from jaxlc.sharding.mesh import Nodes, shard_map, storage_order
 
 Axes = tuple[str, ...]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ShardingRules:
     """The mesh axes of every parameter dimension in storage, and of every dimension of the
     activations.
@@ -355,7 +346,7 @@ _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
 _ALIGN = "llllrl"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ParameterSharding:
     """How one parameter is stored."""
 
@@ -389,7 +380,7 @@ class ParameterSharding:
         )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ShardingTable:
     """The parameters of a model on a mesh; `print` and notebooks show a table. `rows` has the
     values.

@@ -8,6 +8,7 @@ lengths of the documents and on the order of tokens that distributes them over t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from jaxlc.attention.kernels.cudnn_packed import calls_for
 from jaxlc.config import Config
 from jaxlc.config.flops import causal_pairs, document_pairs
 from jaxlc.config.kinds.attention import num_head_ranks
-from jaxlc.core import frozen_dataclass
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.data.sequences.packing import balanced_order
 from jaxlc.sharding.document_balance import (
@@ -67,7 +67,7 @@ class AttentionWork(NamedTuple):
         )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SequenceWork:
     """The documents of a packed sequence, and their work."""
 

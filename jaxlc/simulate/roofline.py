@@ -24,13 +24,13 @@ of constants can replace them.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.core import UserError, frozen_dataclass, hardware, reason_of
+from jaxlc.core import UserError, hardware, reason_of
 from jaxlc.core.files import MAX_JSON_BYTES, local_path, parse_json, read_limited
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product
@@ -293,7 +293,7 @@ def num_steps(kind: str, num_ranks: int) -> int:
 _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Roofline:
     """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the
     keys of the file.

@@ -29,10 +29,10 @@ of one layer.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.config.kinds.experts import block_rows, num_blocks
-from jaxlc.core import frozen_dataclass
 from jaxlc.core.scopes import CORE_ATTENTION, EXPANSION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import AttentionKernelCall, kernel_cost
@@ -191,7 +191,7 @@ HOST = "host synchronization"  # the resource that kernels wait for while the ho
 _COMMUNICATION = ("NVLink", "network")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Estimates for one optimizer step."""
 

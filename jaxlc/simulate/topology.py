@@ -8,6 +8,7 @@ import importlib.util
 import math
 import re
 import sys
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxlc.config import MeshConfig
-from jaxlc.core import UserError, frozen_dataclass, hardware
+from jaxlc.core import UserError, hardware
 from jaxlc.sharding import mesh as sharding_mesh
 
 # Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so
@@ -83,7 +84,7 @@ _NODES = {
 _MAX_GPUS = 2**20  # the devices of XLA take a minute then
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """NVLink domains of equal GPUs, connected by a network."""
 

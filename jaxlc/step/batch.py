@@ -1,6 +1,7 @@
 """The batch of a training step, and the order of tokens in its arrays."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import num_layers_by_kind
 from jaxlc.config.kinds.contract import NUM_CHAINS
-from jaxlc.core import BATCH_AXES, CONTEXT, frozen_dataclass, num_replicas
+from jaxlc.core import BATCH_AXES, CONTEXT, num_replicas
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import ChoosesKernel, PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach
@@ -28,7 +29,7 @@ from jaxlc.sharding.document_layout import (
 )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class SequenceOrder:
     """The order of tokens in the arrays of a batch."""
 

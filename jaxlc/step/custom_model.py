@@ -1,5 +1,6 @@
 """Custom models: their interface, and their loss and gradients in the training step."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc.config import Config
-from jaxlc.core import TENSOR, Unsupported, UserError, frozen_dataclass
+from jaxlc.core import TENSOR, Unsupported, UserError
 from jaxlc.step.batch import Batch, token_weights
 from jaxlc.step.loss import (
     LossSpec,
@@ -53,7 +54,7 @@ class Model(Protocol):
         """
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CustomObjective:
     """The loss of `model` on `mesh`, with the interface of `objective.Objective`."""
 

@@ -5,7 +5,7 @@ sequences.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.schema import PosttrainConfig
-from jaxlc.core import (
-    CONTEXT,
-    TENSOR,
-    Unsupported,
-    UserError,
-    frozen_dataclass,
-    mesh_text,
-    num_replicas,
-)
+from jaxlc.core import CONTEXT, TENSOR, Unsupported, UserError, mesh_text, num_replicas
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.kinds import tables_of_kinds
@@ -351,7 +343,7 @@ def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
     return unit * -(-num_units // granularity) * granularity
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """The model of a run at one step, or of a Hugging Face directory."""
 

@@ -31,6 +31,7 @@ arXiv:2501.11873). The balance loss of a step is the mean over its microbatches.
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig, TrainConfig
 from jaxlc.config.flops import loss_chunk_tokens
-from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, UserError, frozen_dataclass, hardware, scopes
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, UserError, hardware, scopes
 from jaxlc.models.block import over_chunks, rms_norm
 from jaxlc.sharding.mesh import Nodes, shard_map
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
@@ -62,7 +63,7 @@ _SUM_AXES = (*BATCH_AXES, CONTEXT)
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """The static arguments of `loss_sums` and `sums_and_losses`; hashable."""
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.config.flops import QuantizedMatrix, quantized_matrices
-from jaxlc.core import CONTEXT, TENSOR, frozen_dataclass, is_layers, scopes
+from jaxlc.core import CONTEXT, TENSOR, is_layers, scopes
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import CHOICE, BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
@@ -202,7 +202,7 @@ def _nodes_dim(dims: tuple[str, ...]) -> int:
     return int(dims[0] == "layers")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Objective:
     """The loss of `config` on `mesh`, as functions to call under `jit`."""
 

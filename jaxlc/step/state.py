@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
-from jaxlc.core import frozen_dataclass
 from jaxlc.core.files import groups_within
 from jaxlc.models import lora
 from jaxlc.sharding import rules
@@ -34,7 +34,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-@frozen_dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StateMaker:
     """Makes the training state of a step."""
 

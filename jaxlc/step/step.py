@@ -8,7 +8,7 @@ train.
 
 import os
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from jaxlc.config import Config, LoraConfig, ModelConfig
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.kinds.contract import RecurrentKind
-from jaxlc.core import CONTEXT, Unsupported, UserError, frozen_dataclass, hardware
+from jaxlc.core import CONTEXT, Unsupported, UserError, hardware
 from jaxlc.models import expert_products, lora
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.expert_products import check_product
@@ -164,7 +164,7 @@ def build_step(
     )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainStep:
     """The jitted step and its abstract arguments. The devices of `mesh` may be absent (AOT
     compilation).

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxlc.config import OptimizerConfig
-from jaxlc.core import frozen_dataclass, scopes
+from jaxlc.core import scopes
 from jaxlc.models.offloaded_layers import layer_of
 from jaxlc.sharding.mesh import shard_map
 from jaxlc.sharding.rules import axes_of, is_vector, storage_spec
@@ -223,7 +224,7 @@ def _orthogonalized_matrices(
     return whole
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StepOptimizer:
     """The optimizer of a training step: config.optimizer, or a custom one."""
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxlc import interrupts
 from jaxlc.config import Config
-from jaxlc.core import UserError, frozen_dataclass, suggestion
+from jaxlc.core import UserError, suggestion
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import TrainState
 from jaxlc.train.evaluation import Evaluation
@@ -47,7 +47,7 @@ class Stop(enum.Enum):
     SIGTERM = 128 + signal.SIGTERM
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Position:
     """Where training is: what a checkpoint holds."""
 

@@ -8,6 +8,7 @@ document.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxlc.core import Update, count_text, frozen_dataclass, no_progress, num_replicas, text
+from jaxlc.core import Update, count_text, no_progress, num_replicas, text
 from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import FiniteSequences, batches
 from jaxlc.evals.document_loss import (
@@ -37,7 +38,7 @@ PIECE_TOKENS = 2 * LIMIT
 OFFSETS = (0, LIMIT)  # one for each pass
 
 
-@frozen_dataclass(eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ContextGain:
     """Loss with limited context minus loss with full context, paired by token; positive if full
     context helps.
@@ -139,7 +140,7 @@ class PositionSums(NamedTuple):
     loss: np.ndarray  # sum of weight x loss, in nats
 
 
-@frozen_dataclass(eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Evaluation:
     """Held-out loss and its sums by document and position."""
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -27,17 +27,7 @@ from jaxlc.config.models.pretrained import (
     TOKENIZER_FILE,
     find_directory,
 )
-from jaxlc.core import (
-    CONTEXT,
-    TENSOR,
-    UserError,
-    checked,
-    errors,
-    frozen_dataclass,
-    mesh_text,
-    num_replicas,
-    text,
-)
+from jaxlc.core import CONTEXT, TENSOR, UserError, checked, errors, mesh_text, num_replicas, text
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.user_batches import CALLER_BATCHES
@@ -62,7 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Result(TrainedModel):
     """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 

@@ -7,7 +7,7 @@ import errno
 import functools
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxlc.checkpoints.files import (
 )
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.config import to_dict
-from jaxlc.core import Log, UserError, frozen_dataclass, reason_of
+from jaxlc.core import Log, UserError, reason_of
 from jaxlc.core.errors import WriteError
 from jaxlc.core.files import (
     full_disk_explained,
@@ -47,7 +47,7 @@ from jaxlc.train.result import Result
 from jaxlc.train.stage_setup import ROLLOUTS, Outputs, PreparedStage
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class StageRun(Outputs):
     """A prepared stage and the outputs of the run; none of them changes from step to step."""
 

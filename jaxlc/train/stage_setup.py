@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -47,7 +47,7 @@ from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
-from jaxlc.core import UserError, frozen_dataclass, gib
+from jaxlc.core import UserError, gib
 from jaxlc.data.sequences.loader import DataSource, batches
 from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
@@ -206,7 +206,7 @@ class Reference:
         return batch._replace(reference_log_probs=log_probs)
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class PreparedStage(Stage):
     """A stage with its training step and its data. Nothing is allocated or compiled yet."""
 
@@ -263,7 +263,7 @@ class PreparedStage(Stage):
         ]
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Where a run reports and saves, in all stages."""
 

@@ -23,6 +23,7 @@ heads that share its key/value head.
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ from jaxlc.attention.key_ranges import (
     rectangle_block_ranges,
     tuning_params,
 )
-from jaxlc.core import Unsupported, frozen_dataclass
+from jaxlc.core import Unsupported
 
 LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)
@@ -96,7 +97,7 @@ def run_kernel(
     return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class KernelParams:
     """What a kernel computes besides its operands, and how it is compiled."""
 

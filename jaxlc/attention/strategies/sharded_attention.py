@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -37,7 +38,7 @@ from jaxlc.attention.strategies.strategy import (
     repeat_heads,
 )
 from jaxlc.config import AttentionConfig
-from jaxlc.core import CONTEXT, UserError, frozen_dataclass, scopes
+from jaxlc.core import CONTEXT, UserError, scopes
 from jaxlc.sharding.mesh import Ranks, shard_map, split_context
 
 
@@ -239,7 +240,7 @@ def make(
     )  # fmt: skip
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ShardedAttention:
     """Attention over a sequence split on a mesh, to be called under `jit`; `make` builds it.
 

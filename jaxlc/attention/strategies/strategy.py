@@ -13,6 +13,7 @@ kernel's `prepare` computed from them.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -30,16 +31,7 @@ from jaxlc.attention.contract import (
     OutLse,
     QueryResults,
 )
-from jaxlc.core import (
-    BATCH_AXES,
-    CONTEXT,
-    TENSOR,
-    Unsupported,
-    UserError,
-    frozen_dataclass,
-    scopes,
-    suggestion,
-)
+from jaxlc.core import BATCH_AXES, CONTEXT, TENSOR, Unsupported, UserError, scopes, suggestion
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 
@@ -247,7 +239,7 @@ def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
     data_fields=["weight_RnE", "a_Rr", "b_rnE"],
     meta_fields=["own_dim"],
 )
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Expansion:
     """The weights of latent attention, by which keys and values are products of latents."""
 

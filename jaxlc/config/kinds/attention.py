@@ -3,6 +3,7 @@ computation.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.kinds.contract import (
@@ -16,10 +17,9 @@ from jaxlc.config.kinds.contract import (
 )
 from jaxlc.config.schema import RunConfig
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
     """Settings of the layers with attention."""
 

@@ -9,10 +9,10 @@ recurrent layers have in common: bytes of what can be saved, and limits.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from jaxlc.config.schema import RunConfig
-from jaxlc.core import frozen_dataclass
 
 # Number of chains of a sequence, for mixers that pass states, in the order of per-document sharding
 # (`sharding.document_balance`): a rank has two fragments of each. A chain adds two maps of states to what a rank
@@ -232,7 +232,7 @@ class FeedForward(Block):
         """The width of the block of a token."""
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RecurrentWidths:
     """The sizes of a recurrence."""
 

@@ -5,6 +5,7 @@ Tensors: transformers, models/qwen3_5.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.kinds.contract import (
@@ -15,10 +16,9 @@ from jaxlc.config.kinds.contract import (
     RunConfig,
     conv_tensors,
 )
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig:
     """Gated DeltaNet, linear attention with a state: the settings of gated_delta_net layers."""
 

@@ -10,6 +10,7 @@ rows are needed, whatever the routing.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.kinds.contract import (
@@ -23,7 +24,6 @@ from jaxlc.config.kinds.contract import (
 from jaxlc.config.kinds.dense import ffn_matrices, saved_ffn_bytes
 from jaxlc.config.schema import PrecisionConfig, RunConfig
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import frozen_dataclass
 
 _PARTS = ("gate", "up", "down")
 # an adapter or scale for each expert
@@ -105,7 +105,7 @@ def num_blocks(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
     return (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of experts in the feed-forward blocks; docs/experts.md."""
 

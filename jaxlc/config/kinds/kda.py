@@ -4,12 +4,13 @@ Computed by `jaxlc.models.kinds.kda`.
 Tensors: transformers, models/kimi_linear.
 """
 
+from dataclasses import dataclass
+
 from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 from jaxlc.config.values import UpTo0
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class KdaConfig:
     """Kimi Delta Attention, linear attention with a state: the settings of kimi_delta layers."""
 

@@ -5,6 +5,7 @@ DeepSeek-V2 (arXiv:2405.04434), section 2.1. Tensors: transformers, models/deeps
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from jaxlc.config.kinds.attention import (
     AttentionSettings,
@@ -24,10 +25,9 @@ from jaxlc.config.kinds.contract import (
 )
 from jaxlc.config.schema import RunConfig
 from jaxlc.config.values import Above0
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """Latent attention (MLA): the settings of latent layers, besides num_heads.
 

@@ -6,14 +6,14 @@ convolutions.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, RecurrentKind, conv_tensors
 from jaxlc.config.values import Above0, From1
-from jaxlc.core import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
     """Mamba-2, a state space layer: the settings of mamba2 layers."""
 

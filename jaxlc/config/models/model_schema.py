@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixers_by_layer_kind, scaled_kinds
@@ -24,7 +25,6 @@ from jaxlc.config.values import (
     flattened,
     plain,
 )
-from jaxlc.core import frozen_dataclass
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
 # Segments that the settings name are kept if they have at most this many layers in the compiled program.
@@ -117,7 +117,7 @@ def _num_compiled(segments: Iterable[Segment]) -> int:
 SectionT = TypeVar("SectionT")
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class KindConfig:
     """How the layers of one kind differ from the settings of the model, as
     --config.model.kinds.NAME.KEY.
@@ -137,7 +137,7 @@ class KindConfig:
     feed_forward: str = ""
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embeddings; `jaxlc.models.rope` has the computation."""
 
@@ -180,7 +180,7 @@ class RopeConfig:
     sliding_scaling: bool = False  # scaling applies to sliding layers, too, as in gpt-oss
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings
     override it.
@@ -356,7 +356,7 @@ class ModelConfig:
         return stacks
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig(ModelConfig):
     """The settings of the layers of one kind; `ModelConfig.layer_config` returns them."""
 

@@ -5,6 +5,7 @@ sequences longer than the context length of a pretrained model. Imports no jax.
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxlc.config.models.config_json import (
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from, with_scaling
 from jaxlc.config.models.presets import model_name
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core import Unsupported, UserError, frozen_dataclass, raise_all, reason_of
+from jaxlc.core import Unsupported, UserError, raise_all, reason_of
 from jaxlc.core.files import (
     ADAPTER_FILE,
     check_no_pointers,
@@ -57,7 +58,7 @@ UNTRAINED_FILE = "untrained.json"
 COPY_DIRECTORY = "pretrained"
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Pretrained:
     """A model to start from."""
 

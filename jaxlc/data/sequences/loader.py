@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.core import Log, Update, UserError, count_text, frozen_dataclass, no_progress
+from jaxlc.core import Log, Update, UserError, count_text, no_progress
 from jaxlc.core.files import Arrays
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
@@ -35,7 +36,7 @@ class FiniteSequences(Sequences, Protocol):
     num_sequences: int  # distinct sequences: those with indices from 0
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What a data source is opened with, besides the config."""
 
@@ -90,7 +91,7 @@ class SourceShare(NamedTuple):
         )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class DataSource:
     """Training and held-out sequences, and their tokenizer."""
 

@@ -5,11 +5,12 @@ they may have: shared prefixes, advantages, log-probabilities.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 from jaxlc.core.files import Arrays
 from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, DataSource, Inputs, array_dtypes
 
@@ -211,7 +212,7 @@ class ListedSequences:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class OwnBatches(DataSource):
     """The batches that the caller of `jaxlc.train.run` passes."""
 

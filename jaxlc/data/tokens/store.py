@@ -36,14 +36,14 @@ import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxlc.config import DataConfig
-from jaxlc.core import Log, Update, UserError, frozen_dataclass, no_progress, processes
+from jaxlc.core import Log, Update, UserError, no_progress, processes
 from jaxlc.core.files import (
     local_path,
     locked,
@@ -80,7 +80,7 @@ class StorePaths(NamedTuple):
         return cls(*(directory / f"{key}.{name}" for name in names))
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class TokenStore:
     """Document d is `tokens[offsets[d] : offsets[d + 1]]`; its last token is the end-of-document
     token.

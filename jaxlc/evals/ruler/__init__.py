@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxlc.core import UserError, frozen_dataclass, reason_of
+from jaxlc.core import UserError, reason_of
 from jaxlc.core.files import local_path, read_json_file
 from jaxlc.evals.haystack import (
     CountTokens,
@@ -46,7 +46,7 @@ def _templates() -> dict:
     )
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One of RULER's tasks; `settings` are the arguments of scripts/synthetic.yaml."""
 

@@ -10,6 +10,7 @@ with as many key/value heads as query heads.
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import ModelConfig
 from jaxlc.config.kinds.latent import sends_latents
-from jaxlc.core import Unsupported, frozen_dataclass, scopes
+from jaxlc.core import Unsupported, scopes
 from jaxlc.models.block import Init, RMSNorm
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
@@ -186,7 +187,7 @@ class Latents(NamedTuple):
     latent: jax.Array
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class CachedLatentAttention(CachedAttention):
     """The cache has the normed latents and the rotated part of the keys.
 

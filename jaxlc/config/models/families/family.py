@@ -3,14 +3,14 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixer_path
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core import UserError, frozen_dataclass
+from jaxlc.core import UserError
 
 Fields = Mapping[str, Any]  # the content of config.json
 
@@ -82,7 +82,7 @@ def nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
-@frozen_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A `model_type` of config.json that the decoder computes exactly."""
 
