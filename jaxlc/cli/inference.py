@@ -339,8 +339,8 @@ def run_logprobs(command: ParsedCommand[LogprobsFlags]) -> int:
     _check_model(flags, run.config.model)
     num_records = 0
     with (
-        contextlib.ExitStack() as files,
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
+        contextlib.ExitStack() as files,
         progress_lines("scoring records", is_shown=jax.process_index() == 0) as update,
     ):
         # Processes must agree, also on file systems that show them different states of the file.

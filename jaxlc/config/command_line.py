@@ -37,7 +37,7 @@ from jaxlc.config.values import (
     typed,
 )
 from jaxlc.core import UserError, did_you_mean, nearest_name, raise_first
-from jaxlc.core.files import local_path
+from jaxlc.core.files import full_disk_explained, local_path
 from jaxlc.core.text import guarded
 
 _KEY_WIDTH = 54
@@ -218,7 +218,12 @@ def run_main(
         except KeyboardInterrupt as interrupt:
             return interrupts.end(interrupt)
 
-    return guarded(run)
+    try:
+        with full_disk_explained("the disk", lambda: "free space, then run the same command again"):
+            return guarded(run)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
 
 
 def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags) -> ParsedCommand[Any]:

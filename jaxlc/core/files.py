@@ -244,7 +244,8 @@ def read_arrays(path: Path) -> Arrays:
 
 def write_json(path: str | Path, content: object) -> None:
     """Writes `content` as indented JSON."""
-    local_path(path).write_text(json.dumps(content, indent=2) + "\n")
+    with errors_named(path := local_path(path)):
+        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
@@ -543,7 +544,7 @@ def full_disk_reason(error: BaseException | None) -> str | None:
 
 
 @contextmanager
-def full_disk_explained(directory: Path, kept: Callable[[], str]) -> Iterator[None]:
+def full_disk_explained(directory: Path | str, kept: Callable[[], str]) -> Iterator[None]:
     """Raises an error that a full disk has caused as a DiskFullError with one sentence.
 
     Args:

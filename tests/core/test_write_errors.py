@@ -3,8 +3,9 @@ import os
 
 import pytest
 
+from jaxlc.config.command_line import VerbFlags, run_main
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import full_disk_explained, make_writable
+from jaxlc.core.files import full_disk_explained, make_writable, write_json
 
 
 def _write(tmp_path, error: Exception) -> str:
@@ -37,6 +38,17 @@ def test_full_disk_becomes_one_sentence(error, tmp_path):
 def test_full_disk_of_another_file_names_its_directory(tmp_path):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/tmp/x")
     assert "cannot write to /var/tmp (No space" in _write(tmp_path, error)
+
+
+def test_full_disk_ends_a_command_with_one_sentence(capsys):
+    def write(command) -> int:
+        write_json("/dev/full", command.arguments)
+        return 0
+
+    assert run_main(write, ["jaxlc x"], flags=VerbFlags) == 1
+    assert capsys.readouterr().err == (
+        "error: cannot write to /dev (No space left on device): free space, then run the same command again\n"
+    )
 
 
 def test_other_error_is_not_changed(tmp_path):

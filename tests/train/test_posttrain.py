@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -122,6 +123,21 @@ def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tm
         and "according to scored.header.json (model " in capsys.readouterr().err
     )
     assert scored.read_text() == content
+
+
+def test_full_disk_keeps_the_records_that_are_done(scored, tmp_path, capsys):
+    out = tmp_path / "scored.jsonl"
+    command = ["logprobs", *map(str, (scored.parent / "run", scored.parent / "traces.jsonl", out))]
+    command += ["--field=old_log_probs", "--entropy"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (scored.stat().st_size // 2, limits[1]))
+    try:
+        assert logprobs_main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "(File too large): finished records are kept, and the same" in capsys.readouterr().err
+    assert logprobs_main(command) == 0 and ", 0 of them" not in capsys.readouterr().out
+    assert out.read_text() == scored.read_text()
 
 
 def test_log_probs_equal_those_of_the_model(scored):
