@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class Position:
     evaluation: Evaluation | None = None  # None: the parameters were not evaluated
     rows: Sequence[dict[str, Any]] = ()  # of metrics.jsonl, which may not have them yet
     loads: Sequence[dict[str, Any]] = ()  # the same of expert_loads.jsonl
+    reference: dict[str, str] = field(default_factory=dict)  # see `stage_setup.Reference`
 
 
 class Action(NamedTuple):

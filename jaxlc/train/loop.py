@@ -378,7 +378,7 @@ def _train(
         others = [x for x in due if not x.is_due(start.step, None)]
         return run_due(others, position, Stop.DONE), Stop.DONE
     reports = StepReports(run, start.step)
-    with_reference = Reference(stage.step, run.progress)
+    with_reference = Reference(stage.step, run.progress, start.reference)
     # another program may take any time to make them
     has_deadline = stage.config.rollouts.source not in ("files", "server")
     with (
@@ -401,6 +401,7 @@ def _train(
                 step=step,
                 next_sequence=position.next_sequence + stage.config.train.global_batch_size,
                 num_tokens=position.num_tokens + stage.config.tokens_per_step,
+                reference=with_reference.identity,
             )
             reports.pending.add(step, metrics)
             stop = guard.stop()

@@ -44,7 +44,7 @@ from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
 from jaxlc.train.reports.run_report import write_report
 from jaxlc.train.result import Result
-from jaxlc.train.stage_setup import ROLLOUTS, Outputs, PreparedStage
+from jaxlc.train.stage_setup import REFERENCE, ROLLOUTS, Outputs, PreparedStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ class StageRun(Outputs):
             stage=dict(name=stage.name, first_step=stage.first_step),
             rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
             loads=position.loads,
-            **{EVALUATED: stage.evaluations_due(position.step)},
+            **{REFERENCE: position.reference, EVALUATED: stage.evaluations_due(position.step)},
             **base_meta(stage.step, position.state.params),
             **self._rollouts_meta(position.step, every),
             **stage.source.position(position.next_sequence),

@@ -31,6 +31,7 @@ from jaxlc.checkpoints.files import (
     EVAL_LOSS,
     HELDOUT_REWARD,
     SCORES,
+    checksums_of,
     committed_steps,
     read_meta,
 )
@@ -48,6 +49,7 @@ from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
 from jaxlc.core import UserError, gib
+from jaxlc.core.files import fingerprint_of
 from jaxlc.data.sequences.loader import DataSource, batches
 from jaxlc.data.sequences.packing import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
@@ -77,6 +79,7 @@ from jaxlc.train.stragglers import Stragglers
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
+REFERENCE = "reference"  # key of the meta of a checkpoint: `Reference.identity`
 ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files of rollouts, by step
 
 
@@ -187,14 +190,28 @@ class Reference:
     step, which then reads them as recorded.
     """
 
-    def __init__(self, step: TrainStep, progress: Progress):
+    def __init__(self, step: TrainStep, progress: Progress, stored: dict[str, str]):
+        """
+        Args:
+          stored: `identity` in the checkpoint that the run resumes from.
+        Raises:
+          UserError: the weights have changed since that checkpoint.
+        """
         self._params = self._log_probs = None
+        self.identity: dict[str, str] = {}  # name of the model -> fingerprint of its weights
         if (reference := step.reference) is None:
             return
         with watchdog.phase("compilation", repeats=False), progress.compiling("the reference"):
             self._log_probs = reference.compile_lowered(reference.lower_log_probs())
         with progress.progress_bar(f"reading {reference.config.model.init_from}") as update:
             self._params, line = load_pretrained(reference, update)
+        name = reference.config.model.init_from
+        self.identity = {name: fingerprint_of(sorted(checksums_of(self._params).items()))}
+        if stored.keys() == self.identity.keys() and stored != self.identity:
+            raise UserError(
+                f"the weights of the reference model {name} have changed since the checkpoint that the run resumes"
+                " from: put them back, or set config.posttrain.reference_model to a copy of them"
+            )
         progress.log(f"reference: {line.split(maxsplit=1)[1]}")
         wait_for_processes("reference read")
 
@@ -437,7 +454,8 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         if stage.config.rollouts.source
         else meta["next_row"]
     )
-    return position(state=state, next_sequence=next_sequence)
+    reference = meta.get(REFERENCE, {})
+    return position(state=state, next_sequence=next_sequence, reference=reference)
 
 
 def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:

@@ -50,7 +50,7 @@ def test_reference_with_experts_has_the_log_probs_of_the_policy(monkeypatch):
     params, like = step.init().params, step.reference.abstract_state.params
     on_host = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, like)
     monkeypatch.setattr(stage_setup, "load_pretrained", lambda *_: (on_host, "weights of a run"))
-    with_reference = stage_setup.Reference(step, MagicMock())
+    with_reference = stage_setup.Reference(step, MagicMock(), {})
     expected, actual = (
         step.jitted_log_probs(params, batch),
         with_reference(batch).reference_log_probs,

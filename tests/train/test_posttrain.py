@@ -196,7 +196,7 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
 def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
     """The reference has other weights than the policy, whose seed is another."""
     untrained, source, recorded = (
-        scored.parent / "run",
+        shutil.copytree(scored.parent / "run", tmp_path / "run"),
         tmp_path / "traces.jsonl",
         tmp_path / "recorded.jsonl",
     )
@@ -239,6 +239,11 @@ def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
     )
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
     assert len(expected) == 2 and all(abs(row[2]) > 1e-3 for row in expected)
+    shutil.rmtree(untrained)
+    write_untrained_run(untrained, seed=1)
+    more = settings | model | dict(train__steps=4, data__traces=source)
+    output = train(config, tmp_path / "model", status=2, **more)
+    assert f"the weights of the reference model {untrained} have changed since the" in output
 
 
 REWARD = """
