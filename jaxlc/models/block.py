@@ -187,15 +187,17 @@ class Block(nnx.Module):
         names = [name for name, path in projections.items() if path in weights]
         self.matmul = Matmuls(init.fp8, *names)
         self.lora = make_adapters(model, init.lora, names, init.adapter_key)
+        self.projections = tuple(projections.items())
         for name, shape in weights.items():
             setattr(self, name, weight(init, shape, model))
         # names of projections, and factors of their outputs; 1 for all others
         self.multipliers: tuple[tuple[str, float], ...] = ()
 
-    def project(
-        self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder
-    ) -> jax.Array:
-        """einsum(subscripts, x, weight), plus the output of the adapter, times its multiplier."""
+    def project(self, name: str, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
+        """einsum(subscripts, x, matrix of the projection), plus the output of the adapter, times its
+        multiplier.
+        """
+        weight = getattr(self, dict(self.projections)[name])
         multiply = functools.partial(self.matmul, name, subscripts)
         out = shard.product(multiply, x, in_use(weight, shard, x.dtype), weight.dims)
         if self.lora is not None:

@@ -82,12 +82,6 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     states are float32.
     """
 
-    wq: nnx.Param
-    wk: nnx.Param
-    wv: nnx.Param
-    wz: nnx.Param
-    wb: nnx.Param
-    wo: nnx.Param
     gate_function = staticmethod(jax.nn.silu)
 
     def __init__(self, model: ModelConfig, init: Init):
@@ -119,10 +113,9 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
         """Returns the operands, and the z_BTHV of `projected`. `x_BTD` is the input of the block,
         gathered over tensor."""
-        weights = dict(query=self.wq, key=self.wk, value=self.wv)
         q_k_v = [
-            checkpoint_name(self.heads(name, x_BTD, own, shard=shard), name)
-            for name, own in weights.items()
+            checkpoint_name(self.heads(name, x_BTD, shard=shard), name)
+            for name in ("query", "key", "value")
         ]
         z_BTHV = self.gate(x_BTD, shard=shard)
         changes = self.changes(x_BTD, shard=shard)
@@ -131,7 +124,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     def gate(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """The gate of the output, [B, T, H, V]."""
-        return self.heads("delta_gate", x_BTD, self.wz, shard=shard)
+        return self.heads("delta_gate", x_BTD, shard=shard)
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
         """How tokens change the states, and what they add to the output: the g, beta and skip of
@@ -144,13 +137,13 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         normed_BTHV = rms_norm(out_BTHV, self.out_norm.factor, self.out_norm.epsilon)
         return normed_BTHV * self.gate_function(gate_BTHV)
 
-    def heads(self, name: str, x_BTD: jax.Array, own: nnx.Param, *, shard: Sharder) -> jax.Array:
+    def heads(self, name: str, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """A projection to a vector of each head, [B, T, H, V]."""
-        return shard.heads(self.project(name, "BTD,DHV->BTHV", x_BTD, own, shard=shard))
+        return shard.heads(self.project(name, "BTD,DHV->BTHV", x_BTD, shard=shard))
 
-    def numbers(self, name: str, x_BTD: jax.Array, own: nnx.Param, *, shard: Sharder) -> jax.Array:
+    def numbers(self, name: str, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """A projection to a number of each head, float32 [B, T, H]."""
-        out_BTH = self.project(name, "BTD,DH->BTH", x_BTD, own, shard=shard)
+        out_BTH = self.project(name, "BTD,DH->BTH", x_BTD, shard=shard)
         return shard.ffn(out_BTH).astype(jnp.float32)
 
     def filters(self, shard: Sharder) -> tuple[Filter, Filter, Filter]:
@@ -166,9 +159,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         """The output projection of the normed and gated output, out_BTD."""
         wide = (shard.heads(x).astype(jnp.float32) for x in (out_BTHV, z_BTHV))
         gated_BTHV = self.gated(*wide).astype(out_BTHV.dtype)
-        out_BTD = self.project(
-            "attention_projected", "BTHV,HVD->BTD", gated_BTHV, self.wo, shard=shard
-        )
+        out_BTD = self.project("attention_projected", "BTHV,HVD->BTD", gated_BTHV, shard=shard)
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
     @classmethod

@@ -44,12 +44,12 @@ class DecayedMean(Mixer, OnTiles, PassesStates):
         self.decay = nnx.Param(jnp.ones(self.wv.shape[1], jnp.float32), dims=("decay",))
 
     def operands(self, x_BTD, *, shard):
-        v_BTHV = shard.heads(self.project("value", "BTD,DHV->BTHV", x_BTD, self.wv, shard=shard))
+        v_BTHV = shard.heads(self.project("value", "BTD,DHV->BTHV", x_BTD, shard=shard))
         return (checkpoint_name(v_BTHV, "mean_values"), jax.nn.sigmoid(self.decay[...])), None
 
     def projected(self, out, kept, *, shard):
         out_BTD = self.project(
-            "attention_projected", "BTHV,HVD->BTD", shard.heads(out), self.wo, shard=shard
+            "attention_projected", "BTHV,HVD->BTD", shard.heads(out), shard=shard
         )
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 

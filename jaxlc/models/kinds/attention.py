@@ -154,11 +154,6 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
 class Attention(SoftmaxAttention):
     """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
 
-    wq: nnx.Param  # with a gate: first q, then the gate
-    wk: nnx.Param
-    wv: nnx.Param
-    wo: nnx.Param
-
     def __init__(self, model: ModelConfig, init: Init):
         super().__init__(model, init)
         sizes = model.attention
@@ -181,10 +176,11 @@ class Attention(SoftmaxAttention):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the
         input of the block, gathered over tensor."""
-        q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
+        q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, shard=shard))
         q_BTNH = add_bias(q_BTNH, self.bq)
         gate_BTNH = None
         if self.has_gate:
+            # the matrix has first q, then the gate
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
             gate_BTNH = checkpoint_name(gate_BTNH, "query")
         if self.q_norm is not None:
@@ -197,8 +193,8 @@ class Attention(SoftmaxAttention):
         """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over
         tensor.
         """
-        k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
-        v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
+        k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, shard=shard))
+        v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, shard=shard))
         k_BTKH = add_bias(k_BTKH, self.bk)
         v_BTKH = add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
@@ -218,9 +214,7 @@ class Attention(SoftmaxAttention):
                 gate_BTNH.astype(jnp.float32)
             )
             out_BTNH = gated_BTNH.astype(out_BTNH.dtype)
-        out_BTD = self.project(
-            "attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard
-        )
+        out_BTD = self.project("attention_projected", "BTNH,NHD->BTD", out_BTNH, shard=shard)
         return checkpoint_name(add_bias(shard.residual(out_BTD), self.bo), "attention_projected")
 
 

@@ -12,7 +12,6 @@ What crosses ranks is in `jaxlc.attention.recurrence`, and generation in `jaxlc.
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxlc.config import ModelConfig
 from jaxlc.models.block import Init, RMSNorm
@@ -23,8 +22,6 @@ from jaxlc.sharding.rules import Sharder
 class GatedDeltaNet(RecurrentMixer):
     """See the top of the file. Gates and states are float32."""
 
-    wa: nnx.Param
-
     def add_own(self, model: ModelConfig, init: Init) -> None:
         sizes = model.delta_net
         self.log_decay, self.decay_bias = initial_decays(init, sizes.value_heads)
@@ -33,7 +30,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.largest_step = 2.0 if sizes.negative_eigenvalues else 1.0
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
-        a_BTH = self.numbers("delta_decay", x_BTD, self.wa, shard=shard)
-        b_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
+        a_BTH = self.numbers("delta_decay", x_BTD, shard=shard)
+        b_BTH = self.numbers("delta_step", x_BTD, shard=shard)
         g_BTH = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(a_BTH + self.decay_bias[...])
         return g_BTH, self.largest_step * jax.nn.sigmoid(b_BTH), None

@@ -64,8 +64,6 @@ class MLP(Block):
     """
 
     w_gate: nnx.Param | None = None
-    w_up: nnx.Param
-    w_down: nnx.Param
 
     def __init__(self, model: ModelConfig, init: Init):
         weights = ffn_matrices(model, model.ffn_dim)
@@ -84,14 +82,14 @@ class MLP(Block):
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """Returns out_BTD; `x_BTD` is the input of the block, gathered over tensor."""
 
-        def projected(name, weight, bias):
-            out_BTF = shard.ffn(self.project(name, "BTD,DF->BTF", x_BTD, weight, shard=shard))
+        def projected(name, bias):
+            out_BTF = shard.ffn(self.project(name, "BTD,DF->BTF", x_BTD, shard=shard))
             return checkpoint_name(add_bias(out_BTF, bias), name)
 
         gate_BTF = None
         if self.w_gate is not None:
-            gate_BTF = projected("mlp_gate", self.w_gate, self.b_gate)
-        up_BTF = projected("mlp_up", self.w_up, self.b_up)
+            gate_BTF = projected("mlp_gate", self.b_gate)
+        up_BTF = projected("mlp_up", self.b_up)
         hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
-        down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
+        down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, shard=shard)
         return add_bias(shard.residual(down_BTD), self.b_down)

@@ -46,9 +46,6 @@ class Routing(NamedTuple):
 class ExpertsLatent(Block):
     """The projections of tokens to the latent of experts, and back."""
 
-    w_down: nnx.Param
-    w_up: nnx.Param
-
     def __init__(self, model: LayerConfig, init: Init):
         width = dict(model=model.model_dim)
         latent = dict(latent=model.experts.latent_dim)
@@ -57,12 +54,12 @@ class ExpertsLatent(Block):
 
     def down(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """The latents, gathered over tensor, of `x_BTD`, which is too."""
-        latent_BTL = self.project("latent_down", "BTD,DL->BTL", x_BTD, self.w_down, shard=shard)
+        latent_BTL = self.project("latent_down", "BTD,DL->BTL", x_BTD, shard=shard)
         return shard.gathered(latent_BTL)
 
     def up(self, out_BTL: jax.Array, *, shard: Sharder) -> jax.Array:
         """out_BTD of the outputs of experts."""
-        out_BTD = self.project("latent_up", "BTL,LD->BTD", out_BTL, self.w_up, shard=shard)
+        out_BTD = self.project("latent_up", "BTL,LD->BTD", out_BTL, shard=shard)
         return shard.residual(out_BTD)
 
 

@@ -22,10 +22,6 @@ from jaxlc.sharding.rules import Sharder
 class KimiDeltaAttention(RecurrentMixer):
     """See the top of the file. Gates and states are float32."""
 
-    wf_down: nnx.Param
-    wf_up: nnx.Param
-    wz_down: nnx.Param
-    wz_up: nnx.Param
     gate_function = staticmethod(jax.nn.sigmoid)
 
     def add_own(self, model: ModelConfig, init: Init) -> None:
@@ -38,17 +34,17 @@ class KimiDeltaAttention(RecurrentMixer):
         self.gate_lower_bound = sizes.gate_lower_bound
 
     def gate(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
-        return self._low_rank("gate", x_BTD, self.wz_down, self.wz_up, shard=shard)
+        return self._low_rank("gate", x_BTD, shard=shard)
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
-        y_BTHK = self._low_rank("decay", x_BTD, self.wf_down, self.wf_up, shard=shard)
-        b_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
+        y_BTHK = self._low_rank("decay", x_BTD, shard=shard)
+        b_BTH = self.numbers("delta_step", x_BTD, shard=shard)
         return self._log_decays(y_BTHK), jax.nn.sigmoid(b_BTH), None
 
-    def _low_rank(self, name: str, x_BTD, down, up, *, shard: Sharder) -> jax.Array:
-        rank_BTL = self.project(f"{name}_down", "BTD,DL->BTL", x_BTD, down, shard=shard)
+    def _low_rank(self, name: str, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        rank_BTL = self.project(f"{name}_down", "BTD,DL->BTL", x_BTD, shard=shard)
         return shard.heads(
-            self.project(f"{name}_up", "BTL,LHK->BTHK", shard.gathered(rank_BTL), up, shard=shard)
+            self.project(f"{name}_up", "BTL,LHK->BTHK", shard.gathered(rank_BTL), shard=shard)
         )
 
     def _log_decays(self, y_BTHK: jax.Array) -> jax.Array:

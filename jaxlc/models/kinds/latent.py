@@ -37,12 +37,7 @@ from jaxlc.sharding.rules import Sharder
 class LatentAttention(SoftmaxAttention):
     """Projections to latents and from them to heads, norms of the latents, and RoPE."""
 
-    wq: nnx.Param | None = None
-    wq_down: nnx.Param | None = None
-    wq_up: nnx.Param | None = None
-    wkv_down: nnx.Param
     wkv_up: nnx.Param
-    wo: nnx.Param
 
     def __init__(self, model: ModelConfig, init: Init):
         super().__init__(model, init)
@@ -64,11 +59,11 @@ class LatentAttention(SoftmaxAttention):
         block, gathered over tensor.
         """
         if self.q_norm is None:
-            q_BTNH = self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard)
+            q_BTNH = self.project("query", "BTD,DNH->BTNH", x_BTD, shard=shard)
         else:
-            latent_BTL = self.project("query_down", "BTD,DL->BTL", x_BTD, self.wq_down, shard=shard)
+            latent_BTL = self.project("query_down", "BTD,DL->BTL", x_BTD, shard=shard)
             latent_BTL = checkpoint_name(self.q_norm(shard.gathered(latent_BTL)), "latent")
-            q_BTNH = self.project("query_up", "BTL,LNH->BTNH", latent_BTL, self.wq_up, shard=shard)
+            q_BTNH = self.project("query_up", "BTL,LNH->BTNH", latent_BTL, shard=shard)
         own, rotated = jnp.split(
             self.scaled_queries(shard.heads(q_BTNH), rotation), [self.own_dim], -1
         )
@@ -105,7 +100,7 @@ class LatentAttention(SoftmaxAttention):
     @jax.named_scope(scopes.ATTENTION)
     def _latents(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> jax.Array:
         """The normed latents and the rotated part of the keys, [B, T, R + P]."""
-        latent_BTL = self.project("latent", "BTD,DL->BTL", x_BTD, self.wkv_down, shard=shard)
+        latent_BTL = self.project("latent", "BTD,DL->BTL", x_BTD, shard=shard)
         latent_BTL, shared_BTP = jnp.split(shard.gathered(latent_BTL), [self.rank], axis=-1)
         shared_BT1P = self._rotated(shared_BTP[:, :, None], rotation)
         latent_BTC = jnp.concatenate([self.kv_norm(latent_BTL), shared_BT1P[:, :, 0]], axis=-1)
@@ -115,7 +110,7 @@ class LatentAttention(SoftmaxAttention):
     def _expanded(self, latent_BTC: jax.Array, *, shard: Sharder) -> KeysValues:
         """`keys_values` of latents."""
         latent_BTL, shared_BTP = jnp.split(latent_BTC, [self.rank], axis=-1)
-        expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, self.wkv_up, shard=shard)
+        expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, shard=shard)
         k_BTNH, v_BTNV = split_expanded(shard.heads(expanded), shared_BTP, self.own_dim)
         v_BTNV = checkpoint_name(v_BTNV, "value")
         v_BTNH = _padded(v_BTNV, k_BTNH.shape[-1] - self.value_dim)
@@ -132,9 +127,7 @@ class LatentAttention(SoftmaxAttention):
     def projected(self, out_BTNV: jax.Array, kept: None, *, shard: Sharder) -> jax.Array:
         """The output projection, out_BTD; of padded values, the first dimensions."""
         out_BTNV = shard.heads(out_BTNV)[..., : self.value_dim]
-        out_BTD = self.project(
-            "attention_projected", "BTNV,NVD->BTD", out_BTNV, self.wo, shard=shard
-        )
+        out_BTD = self.project("attention_projected", "BTNV,NVD->BTD", out_BTNV, shard=shard)
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
     @classmethod

@@ -53,7 +53,7 @@ class Mamba2(RecurrentMixer):
         return Rule(scale=1.0, corrects=False)
 
     def changes(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple:
-        t_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
+        t_BTH = self.numbers("delta_step", x_BTD, shard=shard)
         step_BTH = jnp.clip(jax.nn.softplus(t_BTH + self.decay_bias[...]), *self.step_limits)
         g_BTH = -jnp.exp(self.log_decay[...]) * step_BTH
         return g_BTH, step_BTH, jnp.broadcast_to(self.skip[...], step_BTH.shape)
