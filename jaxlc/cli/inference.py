@@ -390,10 +390,9 @@ def _check_model(flags: LogprobsFlags, model: ModelConfig) -> None:
 
 def _served(flags: LogprobsFlags) -> SimpleNamespace:
     """The model of a server, with what the command uses of a run."""
-    from jaxlc.config import defaults, load
+    from jaxlc.config import defaults, load, unchecked
     from jaxlc.data.tokens.tokenizers import load_tokenizer
     from jaxlc.posttrain.server import Server
-    from jaxlc.search.space import unchecked
 
     tokenizer = load_tokenizer(flags.tokenizer)
     settings = {

@@ -27,6 +27,7 @@ from jaxlc.config import (
     defaults,
     load_stages,
     read_config,
+    unchecked,
     with_settings,
 )
 from jaxlc.config.command_line import ParsedCommand
@@ -215,7 +216,7 @@ def estimated(config: Config, flags: SweepFlags, out: Path) -> Ranking:
 
     roofline = from_file(flags.constants)  # an invalid file is reported once, not for every point
     gpus = parse_topology(topology)
-    points = grid(space.unchecked(config, {"runtime.topology": topology}), gpus.num_gpus, flags)
+    points = grid(unchecked(config, {"runtime.topology": topology}), gpus.num_gpus, flags)
     log(f"starting the GPU compiler for {topology}")
     _ = gpus.devices  # a missing compiler is reported once, too
     workers = flags.workers or default_num_workers()
@@ -270,7 +271,7 @@ def grid(config: Config, num_devices: int, flags: SweepFlags) -> list[Point]:
     replicas = config.mesh.num_replicas
     sequences = max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
     if config.runtime.simulated_devices:
-        config = space.unchecked(config, {"runtime.simulated_devices": num_devices})
+        config = unchecked(config, {"runtime.simulated_devices": num_devices})
     names = _choices("strategies", flags.strategies, config, "attention.strategy")
     choices = {
         "data.seq_len": list(dict.fromkeys(flags.seq_len or (config.data.seq_len,))),
@@ -377,7 +378,7 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
             f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}"
         )
         result = recommend(
-            space.unchecked(stage.config, ANY_MACHINE),
+            unchecked(stage.config, ANY_MACHINE),
             gpus,
             _compile_in_processes(flags, topology, points),
             goal=flags.goal,

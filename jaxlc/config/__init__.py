@@ -8,7 +8,7 @@ frozen = load(config)
 
 from jaxlc.config.checks.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
-from jaxlc.config.frozen import Config, Stage, to_dict
+from jaxlc.config.frozen import Config, Stage, to_dict, unchecked
 from jaxlc.config.loading import from_dict, load, load_stages, with_settings
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
@@ -52,6 +52,7 @@ __all__ = [
     "shipped_configs",
     "shrink_for_cpu",
     "to_dict",
+    "unchecked",
     "with_settings",
 ]
 

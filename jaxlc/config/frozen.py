@@ -142,6 +142,23 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return values
 
 
+def unchecked(config: Config, settings: Mapping[str, Any], **sections: Any) -> Config:
+    """The config with other values, without the checks of `jaxlc.config.with_settings`, which take
+    milliseconds.
+
+    Args:
+      settings: by path: "mesh.context" -> 8.
+      sections: replaced as a whole.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        parts.setdefault(section, {})[name] = value
+    for section, values in parts.items():
+        sections[section] = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **sections)
+
+
 def _plain(part: Any) -> dict[str, Any]:
     """The values of a section, source or kind of layers, with lists for tuples."""
     values = dict(vars(part))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxlc.config import Config, Stage, with_settings
+from jaxlc.config import Config, Stage, unchecked, with_settings
 from jaxlc.core import UserError
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.sequences.loader import Batches, DataSource, Inputs
@@ -51,7 +51,7 @@ def with_used_split(config: Config) -> Config:
     """The config; in a run without evaluation, no document is held out."""
     if config.train.eval_sequences:
         return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, eval_fraction=0.0))
+    return unchecked(config, {"data.eval_fraction": 0.0})
 
 
 def with_epochs(stage: Stage, source: DataSource) -> Stage:

@@ -4,7 +4,6 @@ asks for.
 `Plan` is the result of `jaxlc.plan.plan`, and `StagesPlan` the table of all stages of a run.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config, load, to_dict, with_settings
+from jaxlc.config import Config, load, to_dict, unchecked, with_settings
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.model_schema import longest, segments_of
 from jaxlc.config.models.pretrained import context_warning
@@ -257,9 +256,7 @@ def hints(step: TrainStep) -> tuple[str, ...]:
     attention = step.config.attention
     if not attention.document_mask or any(name in step.kernel_names for name in ("cudnn", "fa3")):
         return ()
-    unmasked = dataclasses.replace(
-        step.config, attention=dataclasses.replace(attention, document_mask=False)
-    )
+    unmasked = unchecked(step.config, {"attention.document_mask": False})
     if all(kernel.name != "cudnn" for kernel in layer_kernels(unmasked, step.mesh).values()):
         return ()
     return (

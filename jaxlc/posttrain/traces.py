@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxlc.config import Config, DataConfig
+from jaxlc.config import Config, DataConfig, unchecked
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core import UserError
@@ -416,7 +416,7 @@ def with_reference(config: Config) -> Config:
             meaning = "base"
         elif named or posttrain.loss == "kto":
             meaning = "model"
-    resolved = replace(config, posttrain=replace(posttrain, reference=meaning))
+    resolved = unchecked(config, {"posttrain.reference": meaning})
     check(resolved, on_devices=False)
     return resolved
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config
+from jaxlc.config import Config, unchecked
 from jaxlc.core import Log, UserError
 from jaxlc.core.processes import Row
 from jaxlc.plan.report import Change
@@ -210,7 +210,7 @@ def with_advice(
     layouts = dict[int, Layout]()
     candidates = []  # `config` itself, then its changes
     for settings in ({}, *space.changes(config, gpus.device)):
-        changed = space.unchecked(config, settings)
+        changed = unchecked(config, settings)
         steps = changed.train.gradient_accumulation_steps
         if steps not in layouts:
             layouts[steps] = Layout(changed, rates, rates.kernels(changed) or {})

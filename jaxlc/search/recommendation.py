@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.config import PRESETS, Config, Stage, to_dict, with_settings
+from jaxlc.config import PRESETS, Config, Stage, to_dict, unchecked, with_settings
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.config.command_line import field_comments
 from jaxlc.config.files import file_text
@@ -244,9 +244,9 @@ def candidates(
     }
     if seq_len != config.data.seq_len:
         given["train.global_batch_size"] = max(1, config.tokens_per_step // seq_len)
-    for settings, layout in _layouts(space.unchecked(config, given), rates, max_sequences):
+    for settings, layout in _layouts(unchecked(config, given), rates, max_sequences):
         for memory_settings in space.memory_settings(layout.config):
-            estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
+            estimate = layout.estimate(unchecked(layout.config, memory_settings).memory)
             all_settings = given | settings | memory_settings
             yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
 
@@ -266,7 +266,7 @@ def _layouts(
             settings = (
                 space.mesh_settings(mesh) | strategy | space.batch_settings(config, mesh, size)
             )
-            changed = space.unchecked(config, settings)
+            changed = unchecked(config, settings)
             if any(split_problems(changed)) or any(length_problems(changed)):
                 continue
             kernels = rates.kernels(changed)
@@ -408,7 +408,7 @@ def _nothing_fits(config: Config, rates: Rates, search: Search) -> Iterator[str]
             break
     else:
         yield "  more GPUs of this kind do not help: no mesh divides model and batch such that the step fits"
-    lora = space.unchecked(config, LORA)
+    lora = unchecked(config, LORA)
     if not config.lora.rank and _may_fit(lora, rates, seq_len, ratio):
         yield f"  LoRA would fit: {space.overrides(LORA)}"
     if (smallest := search.smallest) is not None:

@@ -5,7 +5,6 @@ Each memory setting has its cost in words. Imports no jax: the leading process o
 devices to the workers that measure.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, MemoryConfig, with_settings
+from jaxlc.config import Config, MemoryConfig, unchecked, with_settings
 from jaxlc.config.checks.layer_checks import unsupported_problems
 from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.flops import loss_chunk_tokens
@@ -255,23 +254,6 @@ def cost(config: Config, changed: Settings) -> str:
     if "memory.loss_chunk_tokens" in changed:
         costs.append("smaller matrix products in the loss")
     return "; ".join(costs)
-
-
-def unchecked(config: Config, settings: Settings) -> Config:
-    """The config with other values, without the checks of `jaxlc.config.with_settings`, which take
-    milliseconds.
-    """
-    sections: dict[str, Settings] = {}
-    for path, value in settings.items():
-        section, _, name = path.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **values)
-            for name, values in sections.items()
-        },
-    )
 
 
 def value_of(config: Config, path: str) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.config import Config
+from jaxlc.config import Config, unchecked
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core import CONTEXT, TENSOR, Unsupported, UserError, mesh_text, num_replicas
@@ -262,12 +262,15 @@ class LanguageModel:
         tile_tokens = self.config.memory.tile_tokens
         if tile_tokens and num_tokens % (self.mesh.shape[CONTEXT] * tile_tokens):
             tile_tokens = 0
-        config = replace(
+        config = unchecked(
             self.config,
-            data=replace(self.config.data, seq_len=num_tokens),
-            attention=replace(self.config.attention, document_mask=True, shared_prefixes=0),
+            {
+                "data.seq_len": num_tokens,
+                "attention.document_mask": True,
+                "attention.shared_prefixes": 0,
+                "memory.tile_tokens": tile_tokens,
+            },
             posttrain=PosttrainConfig(),
-            memory=replace(self.config.memory, tile_tokens=tile_tokens),
         )
         return replace(self._step, config=config)
 

@@ -6,7 +6,6 @@ host memory, which must be known when JAX starts, and the order in which a searc
 candidates.
 """
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from jaxlc.config import Config
+from jaxlc.config import Config, unchecked
 from jaxlc.config.kinds import blocks_of
 from jaxlc.models import lora
 from jaxlc.runtime import memory as runtime_memory
@@ -37,10 +36,8 @@ class StateBytes(NamedTuple):
 def state_bytes(config: Config) -> StateBytes:
     """The bytes of each part of the state, from its shapes and shardings. Starts no device."""
     # the copies of nodes are not in the state
-    memory = dataclasses.replace(config.memory, node_copy_devices=0)
-    step = TrainStep(
-        config=dataclasses.replace(config, memory=memory), mesh=abstract_mesh(config.mesh)
-    )
+    config = unchecked(config, {"memory.node_copy_devices": 0})
+    step = TrainStep(config=config, mesh=abstract_mesh(config.mesh))
     state = _traced(lambda: step.abstract_state)
     trained, frozen = lora.split(state.params, step.frozen)
     reference = step.reference

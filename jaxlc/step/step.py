@@ -23,7 +23,7 @@ from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed
 from jaxlc.attention.key_ranges import SMALL_SHARED_MEMORY, WIDE_HEAD_DIM
 from jaxlc.attention.recurrence.sharded_rule import check_kernel
-from jaxlc.config import Config, LoraConfig, ModelConfig
+from jaxlc.config import Config, LoraConfig, ModelConfig, unchecked
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.kinds import MIXERS
 from jaxlc.config.kinds.contract import RecurrentKind
@@ -379,13 +379,18 @@ class TrainStep:
         if self.model is not None:
             raise Unsupported("unsupported: config.posttrain.reference='model' with a custom model")
         init_from = config.posttrain.reference_model or config.model.init_from
-        reference_config = replace(
+        reference_config = unchecked(
             config,
-            model=replace(config.model, init_from=init_from),
-            memory=replace(config.memory, parameters="host", optimizer="device", remat="full"),
-            train=replace(config.train, trainable=(), frozen=()),
+            {
+                "model.init_from": init_from,
+                "memory.parameters": "host",
+                "memory.optimizer": "device",
+                "memory.remat": "full",
+                "train.trainable": (),
+                "train.frozen": (),
+                "posttrain.replay_routing": False,
+            },
             lora=LoraConfig(),
-            posttrain=replace(config.posttrain, replay_routing=False),
         )
         return replace(self, config=reference_config)
 

@@ -44,7 +44,7 @@ from jaxlc.checkpoints.pretrained import (
 )
 from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.config import Stage, to_dict
+from jaxlc.config import Stage, to_dict, unchecked
 from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
@@ -479,7 +479,7 @@ def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ..
             f"config.data.start_token={asked!r} contradicts {stored!r} of the checkpoints in {workdir}: remove that"
             " setting, or use a different --workdir"
         )
-    configs = (replace(x.config, data=replace(x.config.data, start_token=stored)) for x in stages)
+    configs = (unchecked(x.config, {"data.start_token": stored}) for x in stages)
     return tuple(replace(stage, config=config) for stage, config in zip(stages, configs))
 
 

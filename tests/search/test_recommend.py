@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.cli import main_of
 from jaxlc.cli.planning import InitFlags, _base, _note_missing, check_path
-from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
+from jaxlc.config import Config, defaults, load, load_stages, read_config, unchecked, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.files import base_config, set_model
 from jaxlc.config.values import Tokens, typed
@@ -522,7 +522,7 @@ def test_estimate_state_and_saved_activations_are_a_lower_bound():
             for name in ("remat", "optimizer", "parameters", "tile_tokens")
         }
         settings |= {f"memory.{name}": tuple(row[name]) for name in ("save", "offload")}
-        changed = space.unchecked(config, settings)
+        changed = unchecked(config, settings)
         estimate = Layout(changed, rates, rates.kernels(changed)).estimate(changed.memory)
         assert estimate.exact_bytes < row["device_peak_bytes"], row["overrides"]
         if row["remat"] == "none":  # what is between the named tensors is not estimated
