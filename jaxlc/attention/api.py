@@ -4,7 +4,6 @@ with the signature of `jax.nn.dot_product_attention`.
 Both check their arguments and call `strategies.sharded_attention.make`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -134,7 +133,7 @@ def _checked_call(
     return _Call(mesh, config, causal, window, scale, token_order)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
+@jax.jit(static_argnums=(5, 6))
 def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, call: _Call, axes: AttentionAxes):
     attend = make(
         call.config, call.mesh, causal=call.causal, window=call.window, scale=call.scale, axes=axes,
@@ -143,7 +142,7 @@ def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, call: _Call, ax
     return attend(q_BTNH, k_BSKH, v_BSKH, attend.prepare(None, segments_BT), sinks_N)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
+@jax.jit(static_argnums=(5, 6))
 def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, context_axis: str):
     """`attend` inside the caller's `shard_map`, where the context axis is Manual."""
     if call.config.strategy == "hybrid":

@@ -7,7 +7,6 @@ does not resume, and is not loaded, with another base model.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -221,7 +220,7 @@ def _distribution_of_rows(
     """
     everywhere = NamedSharding(param.sharding.mesh, PartitionSpec())
 
-    @functools.partial(jax.jit, static_argnums=(1, 2), out_shardings=everywhere)
+    @jax.jit(static_argnums=(1, 2), out_shardings=everywhere)
     def part(x: jax.Array, start: int, stop: int) -> jax.Array:
         return jax.lax.slice_in_dim(to_memory_kind(x, DEVICE), start, stop, axis=axis)
 

@@ -5,7 +5,6 @@ stop strings.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +141,7 @@ class Sampling(SamplingSettings):
                 )
 
 
-@partial(jax.jit, static_argnames="sampling")
+@jax.jit(static_argnames="sampling")
 def choose_tokens(
     logits_BV: jax.Array,
     seed: jax.Array,

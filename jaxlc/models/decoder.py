@@ -248,9 +248,7 @@ def abstract_params(
 def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
     """Amax histories of delayed scaling before the first step: zeros."""
     _, state = _abstract_decoder(model, model.vocab_size, fp8, None, "")
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History))
-    )
+    return nnx.to_pure_dict(jax.tree.map(jnp.zeros_like, nnx.filter_state(state, History)))
 
 
 def dims_of(model: ModelConfig, lora: LoraConfig | None = None) -> dict:

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -246,9 +247,7 @@ def _local(
         lambda x: x.reshape(-1, *x.shape[targets_bt.ndim :]), (targets_bt, weights_bt, teacher)
     )
     parameters = (scale_D, head_Dv) if with_gradients else (None, None)
-    losses_t, *gradients = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.float32), (values_t[1], *parameters)
-    )
+    losses_t, *gradients = optax.tree.zeros_like((values_t[1], *parameters), jnp.float32)
     carry = _ChunkCarry(losses_t, x_tD, *gradients)
 
     def process_chunk(carry: _ChunkCarry, start, size: int):

@@ -21,11 +21,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.query_tiles import layout_of, tiles_of
-from jaxlc.config import Config, LoraConfig, MemoryConfig
+from jaxlc.config import Config, LoraConfig, MemoryConfig, unchecked
 from jaxlc.config.flops import QuantizedMatrix, quantized_matrices
 from jaxlc.core import CONTEXT, TENSOR, is_layers, scopes
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
@@ -93,7 +94,7 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
 
     if not is_on_host(params):
         # float32 also of the copies of nodes, which may have the compute dtype.
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (params, histories))
+        zeros = optax.tree.zeros_like((params, histories), jnp.float32)
         totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
         return over_microbatches(cross_entropy), *totals
     # No zeros, which would be allocated on the device: the sum starts with the gradients of the
@@ -315,8 +316,8 @@ class Objective:
             return part
         adapters = {name for name in lora.names_of(self.dims) if is_adapter(name)}
         base_params, _ = lora.split(lax.stop_gradient(params), adapters)
-        posttrain = replace(posttrain, replay_routing=False)
-        config = replace(self.config, lora=LoraConfig(), posttrain=posttrain)
+        settings = {"posttrain.replay_routing": False}
+        config = unchecked(self.config, settings, lora=LoraConfig())
         base = replace(self, config=config)
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 

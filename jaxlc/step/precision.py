@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxlc.config import ModelConfig, PrecisionConfig
@@ -102,9 +103,7 @@ def after_step(
     now: Scaling, next_histories: dict | None, is_finite: jax.Array, config: PrecisionConfig
 ) -> Scaling:
     """The scaling state after a step. A step that was not finite does not change the histories."""
-    histories = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old), next_histories, now.histories
-    )
+    histories = optax.tree.where(is_finite, next_histories, now.histories)
     return Scaling(
         now.loss_scale and _next_loss_scale(now.loss_scale, is_finite, config), histories
     )

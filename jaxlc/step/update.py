@@ -277,7 +277,7 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
     """The global norm of `scale` times the gradients, float32."""
 
     def squares(_, gradients):
-        return optax.tree.norm(jax.tree.map(lambda g: g * scale, gradients), squared=True)
+        return optax.tree.norm(optax.tree.scale(scale, gradients), squared=True)
 
     if not is_on_host(gradients):
         return jnp.sqrt(squares(None, gradients))
@@ -295,9 +295,7 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
 def add(gradients: dict, others: dict, dims: dict) -> dict:
     """The sum of both trees, in the memory of `gradients`."""
 
-    def add_part(a, b):
-        return jax.tree.map(jnp.add, a, b)
-
+    add_part = functools.partial(jax.tree.map, jnp.add)
     if not is_on_host(gradients):
         return add_part(gradients, others)
     paths = _stacks(gradients, dims)
@@ -331,12 +329,12 @@ def update(
         optimizer = make_optimizer(dims)
 
         def run(old: ParamsAndOptState, gradients) -> ParamsAndOptState:
-            gradients = jax.tree.map(lambda g: g * scale, gradients)
+            gradients = optax.tree.scale(scale, gradients)
             updates, opt_state = optimizer.update(
                 gradients, old.opt_state, old.params, grad_norm=grad_norm
             )
             new = ParamsAndOptState(optax.apply_updates(old.params, updates), opt_state)
-            return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
+            return optax.tree.where(is_finite, new, old)
 
         return run
 

@@ -212,7 +212,7 @@ def _packed_forward(q_BTNH, k_BSKH, v_BSKH, *table, spec: AttentionSpec) -> Call
 
     def call(bucket: Bucket, documents: DocumentRows):
         segments = _Segments(block, documents, spec)
-        keys = map(segments.gathered, (_rows(k_BSKH), _rows(v_BSKH)))
+        keys = map(segments.gathered, (k_BSKH, v_BSKH))
         out, lse_NT = ffi_forward(
             _rows(q_BTNH), *keys, *segments.offsets, spec=spec, **_longest(bucket)
         )
@@ -229,7 +229,7 @@ def _packed_backward(
 
     def call(bucket: Bucket, documents: DocumentRows):
         segments = _Segments(block, documents, spec)
-        keys = map(segments.gathered, (_rows(k_BSKH), _rows(v_BSKH)))
+        keys = map(segments.gathered, (k_BSKH, v_BSKH))
         lse_NT = lse_BNT.swapaxes(0, 1).reshape(lse_BNT.shape[1], -1)
         operands = (_rows(q_BTNH), *keys, _rows(out_BTNH), lse_NT, _rows(dout_BTNH))
         dq, dk, dv = ffi_backward(*operands, *segments.offsets, spec=spec, **_longest(bucket))
@@ -266,20 +266,8 @@ class _Segments:
     def __init__(self, block: Block, documents: DocumentRows, spec: AttentionSpec):
         self.num_keys = block.k_shape[0] * block.k_shape[1]
         num_queries = block.q_shape[0] * block.q_shape[1]
-        count = documents.q_length.size
-        q_start, kv_start, q_length, kv_length = (
-            x.reshape(-1)[:count]
-            for x in (
-                documents.q_start,
-                documents.kv_start,
-                documents.q_length,
-                documents.kv_length,
-            )
-        )
-        by_query = jnp.argsort(q_start)
-        q_start, kv_start, q_length, self.kv_length = (
-            x[by_query] for x in (q_start, kv_start, q_length, kv_length)
-        )
+        by_query = jnp.argsort(documents.q_start.reshape(-1)[: documents.q_length.size])
+        q_length, self.kv_length, q_start, kv_start = (x.reshape(-1)[by_query] for x in documents)
         self.is_gathered = not spec.causal
         self.kv_start = kv_start
         self.begin = jnp.cumsum(self.kv_length) - self.kv_length  # of gathered keys
@@ -295,9 +283,9 @@ class _Segments:
             jnp.concatenate([jnp.zeros(1, jnp.int32), kv_offsets, last]),
         )
 
-    def gathered(self, x: jax.Array) -> jax.Array:
+    def gathered(self, x_BS: jax.Array) -> jax.Array:
         """The rows of k or v in the order of the segments; then undefined rows."""
-        return self._moved(x, self.begin, self.kv_start)
+        return self._moved(_rows(x_BS), self.begin, self.kv_start)
 
     def scattered(self, dx: jax.Array) -> jax.Array:
         """The inverse, of gradients; undefined for keys of no document."""

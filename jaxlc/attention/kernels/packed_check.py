@@ -131,7 +131,7 @@ class _Problem(NamedTuple):
             [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
         )
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
+    @jax.jit(static_argnums=(0, 1))
     def results(self, kernel, ranges: KeyRanges, inputs) -> tuple[jax.Array, ...]:
         """(out, lse, dq, dk, dv), float32, of a kernel's module."""
         q, k, v, dout = inputs
@@ -154,7 +154,7 @@ class _Problem(NamedTuple):
             return np.inf
         return largest_error(*self._compared_rows(ranges, inputs, results))
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jax.jit(static_argnums=0)
     def _compared_rows(self, ranges: KeyRanges, inputs, results):
         """(rows of the results, the same rows of the reference)."""
         return lax.map(lambda first: self._rows(first, ranges, inputs, results), self._first_rows())

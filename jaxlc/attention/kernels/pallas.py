@@ -510,7 +510,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@jax.jit(static_argnames="spec")
 def forward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -523,7 +523,7 @@ def forward(
     return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, ranges))
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@jax.jit(static_argnames="spec")
 def forward_in_layer(
     q_BTNH: jax.Array,
     k_BLSKH: jax.Array,
@@ -542,7 +542,7 @@ def forward_in_layer(
     return _call(flash_forward, spec, (q_BTNH, k_BLSKH, v_BLSKH, ranges, layer[None], blocks))
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@jax.jit(static_argnames="spec")
 def backward(
     q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
 ):

@@ -389,7 +389,7 @@ def _on_mesh(
     return _split(arrays, local, tuple(settings.items()), mesh, axes, num_with_heads)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@jax.jit(static_argnums=(1, 2, 3, 4, 5))
 def _split(
     arrays: tuple,
     local: Callable,
