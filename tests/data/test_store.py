@@ -221,7 +221,6 @@ def test_store_old_leftovers_are_deleted(config: DataConfig):
     for name in names:
         (path := Path(config.cache_dir, name)).touch()
         os.utime(path, None if "new" in name else (1, 1))
-    Path(config.cache_dir, f"{key}.index.npz").unlink()
     assert_intact(open_store(config))
     assert [name for name in files_in(config) if name.endswith(".tmp")] == sorted(names[2:])
 

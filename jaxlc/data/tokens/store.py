@@ -441,6 +441,11 @@ def open_store(
     key = sha256_of(repr(identity))[:24]
     paths = StorePaths.of(directory, key)
 
+    # Of processes that were killed. The next one may have made the store before they are old.
+    for path in directory.glob(f"{key}.*.*.*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                path.unlink()
     store = read_store(paths, tokenizer)
     if store is None:
         advice = "use a writable directory with enough space for the tokenized corpus"
@@ -454,11 +459,6 @@ def open_store(
             ):
                 # no other process has written it meanwhile
                 if read_store(paths, tokenizer) is None:
-                    # Of processes that were killed.
-                    for path in directory.glob(f"{key}.*.*.*.tmp"):
-                        with suppress(FileNotFoundError):
-                            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
-                                path.unlink()
                     _tokenize(paths, files, fields, encoder, config, progress, log)
         store = read_store(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
