@@ -314,7 +314,7 @@ def _stem(name: str) -> str:
 
 
 def _unfinished_saves(checkpoints: Path) -> list[Path]:
-    return list(checkpoints.glob("*tmp*")) if checkpoints.is_dir() else []
+    return list(checkpoints.glob("[0-9]*tmp*")) if checkpoints.is_dir() else []
 
 
 def _step_of(save: Path) -> int:
