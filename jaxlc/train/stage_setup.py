@@ -299,7 +299,7 @@ def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
 
 def stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     """The stage of `step`, which wrote its checkpoint; the first one for step 0."""
-    return next((stage for stage in stages if step <= stage.end_step), stages[-1])
+    return stage_after(stages, step - 1)
 
 
 def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:

@@ -340,9 +340,9 @@ def forward(
         out, lse_DNT = cudnn_packed_forward(q, k, v, block.operands(documents), **settings)
         return out.reshape(q_BTNH.shape), lse_DNT
 
-    def unpack(results, bucket: Bucket, first):
+    def unpack(results, first):
         out_BTNH, lse_DNT = results
-        return out_BTNH, block.unpack_lse(lse_DNT, bucket, first)
+        return out_BTNH, block.unpack_lse(lse_DNT, first)
 
     return block.forward(call, unpack)
 
@@ -476,7 +476,7 @@ class Block(NamedTuple):
 
         Args:
           call: `(bucket, DocumentRows)` -> the results of a call.
-          unpack: `(results, bucket, first document)` -> the results with one row per token.
+          unpack: `(results, first document)` -> the results with one row per token.
           documents: for each result, the document of its rows, broadcast to its shape.
           unwritten: for each result, the value in rows that belong to no document.
         """
@@ -488,10 +488,10 @@ class Block(NamedTuple):
         num_packed = len(results)
         if self.calls.repeated:  # the loop writes to the results of the last call
             num_packed -= 1
-            results[-1] = self._repeat(call, unpack, documents, unpack(results[-1], *calls[-1]))
+            results[-1] = self._repeat(call, unpack, documents, unpack(results[-1], calls[-1][1]))
 
         def joined(results):
-            results = [unpack(x, *at) for x, at in zip(results, calls[:num_packed])] + [
+            results = [unpack(x, first) for x, (_, first) in zip(results, calls[:num_packed])] + [
                 *results[num_packed:]
             ]
             rows = results[0]
@@ -522,7 +522,7 @@ class Block(NamedTuple):
             rows = self.table.repeated.rows_at(
                 bucket, first, [math.prod(x[:2]) for x in (self.q_shape, self.k_shape)]
             )
-            return bucket.num_documents, unpack(call(bucket, rows), bucket, first)
+            return bucket.num_documents, unpack(call(bucket, rows), first)
 
         def next_call(state):
             first, rows = state
@@ -558,7 +558,7 @@ class Block(NamedTuple):
         """The arrays with the rows of the bucket's calls; moves no data."""
         return tuple(x.reshape(bucket.num_rows, -1, *x.shape[2:]) for x in arrays)
 
-    def unpack_lse(self, lse_DNT: jax.Array, bucket: Bucket, first) -> jax.Array:
+    def unpack_lse(self, lse_DNT: jax.Array, first) -> jax.Array:
         """[documents, N, tokens] to [B, N, T]; undefined for rows of other documents."""
         document_BT1, row_BT1 = (
             x.reshape(*self.q_shape[:2], 1) for x in (self.table.q_document, self.table.q_row)
