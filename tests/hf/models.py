@@ -123,7 +123,7 @@ def _mistral(**fields) -> dict:
     return _config("mistral", "MistralForCausalLM", tie_word_embeddings=False, **fields)
 
 
-def _latent(model_type: str, architecture: str, **fields) -> Case:
+def _latent(model_type: str, architecture: str, wrapper: str = "", **fields) -> Case:
     """A model with latent attention: a dense layer, then layers of experts."""
     config = dict(
         tie_word_embeddings=False,
@@ -146,7 +146,9 @@ def _latent(model_type: str, architecture: str, **fields) -> Case:
     )
     config = _config(model_type, architecture, **config | fields)
     del config["head_dim"]
-    return Case(config=config, has_latents=True, first_layers=1, dense_layers=(0,))
+    return Case(
+        config=config, has_latents=True, first_layers=1, dense_layers=(0,), wrapper=wrapper
+    )
 
 
 def _granite_hybrid(**fields) -> Case:
@@ -1057,6 +1059,19 @@ CASES: dict[str, Case] = {
         topk_group=1,  # fewer groups than experts of a token, which would always be in the best ones
         norm_topk_prob=False,
     ),
+    "mistral4": _latent(
+        "mistral4",
+        "Mistral4ForCausalLM",
+        wrapper="Mistral3ForConditionalGeneration",
+        # transformers multiplies logits by a factor of mscale_all_dim
+        rope_parameters=YARN_ROPE
+        | dict(type="yarn", rope_theta=30000.0, attention_factor=1.0)
+        | dict(original_max_position_embeddings=14, llama_4_scaling_beta=0.4),
+        rope_interleave=True,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+    ),
     "glm4_moe_lite": _latent(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
@@ -1376,11 +1391,10 @@ def _with_experts(
     shapes = {"mlp.gate.weight": (E, D)}
     if config["model_type"] == "qwen3_vl_moe_text":
         shapes |= {"mlp.experts.gate_up_proj": (E, D, 2 * F), "mlp.experts.down_proj": (E, F, D)}
+    if config["model_type"] in ("qwen3_5_moe_text", "mistral4"):
+        shapes |= {"mlp.experts.gate_up_proj": (E, 2 * F, D), "mlp.experts.down_proj": (E, D, F)}
     if "shared_expert_intermediate_size" in config:
         S = config["shared_expert_intermediate_size"]
-        if config["model_type"] == "qwen3_5_moe_text":
-            stacked = {"gate_up_proj": (E, 2 * F, D), "down_proj": (E, D, F)}
-            shapes |= {f"mlp.experts.{name}": shape for name, shape in stacked.items()}
         shapes |= {f"mlp.shared_expert.{name}_proj.weight": (S, D) for name in ("gate", "up")}
         shapes |= {
             "mlp.shared_expert.down_proj.weight": (D, S),
@@ -1393,7 +1407,7 @@ def _with_experts(
             "mlp.shared_experts.down_proj.weight": (D, S),
             "mlp.gate.e_score_correction_bias": (E,),
         }
-    if config["model_type"] == "deepseek_v2":
+    if config["model_type"] in ("deepseek_v2", "mistral4"):
         del shapes["mlp.gate.e_score_correction_bias"]
     for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
@@ -1458,7 +1472,7 @@ def config_json_in_files(case: str) -> dict:
     outer = {
         name: text[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in text
     }
-    is_mistral = config["model_type"] == "mistral"
+    is_mistral = config["model_type"].startswith("mistral")
     model_type = "mistral3" if is_mistral else config["model_type"].removesuffix("_text")
     outer |= dict(architectures=[wrapper], model_type=model_type)
     return outer | dict(text_config=text, vision_config=VISION, image_token_id=7)
@@ -1472,7 +1486,7 @@ def stored_tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarr
     if not CASES[case].wrapper:
         return tensors
     rng = np.random.default_rng(1)
-    if CASES[case].config["model_type"] == "mistral":
+    if CASES[case].config["model_type"].startswith("mistral"):
         renamed = {f"language_model.{name}": x for name, x in tensors.items()}
         stem = "vision_tower.transformer.layers.0"
         shapes = {"attention_norm.weight": (16,), "attention.q_proj.weight": (16, 16)}

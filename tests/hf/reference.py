@@ -25,6 +25,8 @@ def open_model(directory: str):
     auto = transformers.AutoModelForCausalLM
     if "vision_config" in fields:
         auto = transformers.AutoModelForImageTextToText
+    elif fields["model_type"] == "mistral4":  # which AutoModelForCausalLM does not know
+        auto = transformers.Mistral4ForCausalLM
     model = auto.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
@@ -164,7 +166,7 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
             module, _, part = name.partition("block_sparse_moe.")
             result[f"{module}block_sparse_moe.{modules[part]}"] = array
             continue
-        if not stem or model_type in ("gpt_oss", "qwen3_5_moe_text"):
+        if not stem or model_type in ("gpt_oss", "qwen3_5_moe_text", "mistral3"):
             result[name] = array
             continue
         for expert, x in enumerate(array):

@@ -247,7 +247,7 @@ def expert_conversions(config):
     width, module = config.get("moe_intermediate_size"), "shared_experts"
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
     has_shared = {"n_routed_experts", "num_shared_experts"} & config.keys()
-    if has_shared and config["model_type"] != "deepseek_v2":
+    if has_shared and config["model_type"] not in ("deepseek_v2", "mistral4"):
         conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
     if "shared_expert_intermediate_size" in config:
         module = "shared_expert"
@@ -266,7 +266,7 @@ def expert_conversions(config):
             "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[..., width:]),
             "mlp/expert_down": ("mlp.experts.down_proj", np.asarray),
         }
-    if config["model_type"] == "qwen3_5_moe_text":
+    if config["model_type"] in ("qwen3_5_moe_text", "mistral4"):
         gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
         conversions |= {
             "mlp/expert_gate": (gate_up, lambda x: x[:, :width].swapaxes(1, 2)),
@@ -1290,6 +1290,29 @@ RELEASED = {
             max_position_embeddings=262144,
         ),
         {"rope.query_beta": 0.1, "rope.attention_factor": 1.0, "rope.theta": 1e6},
+    ),
+    # Mistral's own params.json has yarn.apply_scale=false
+    "Mistral Small 4, without a factor of logits": (
+        "mistral4",
+        dict(
+            rope_parameters=dict(
+                beta_fast=32.0,
+                beta_slow=1.0,
+                factor=128.0,
+                llama_4_scaling_beta=0.1,
+                max_position_embeddings=1048576,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                original_max_position_embeddings=8192,
+                partial_rotary_factor=0.5,
+                rope_theta=10000.0,
+                rope_type="yarn",
+                type="yarn",
+            ),
+            max_position_embeddings=1048576,
+            head_dim=128,
+        ),
+        {"rope.query_beta": 0.1, "rope.attention_factor": 1.0, "rope.query_mscale": 0.0},
     ),
     "Granite 3.1 8B": (
         "granite",

@@ -73,6 +73,7 @@ FLOAT64_MODELS = {
     "qwen3_vl": ("qwen3_vl", 1.0),
     "qwen3_vl_moe": ("qwen3_vl_moe", 1.0),
     "glm4_moe_lite": ("glm4_moe_lite", 1.0),
+    "mistral4": ("mistral4", 1.0),
     "deepseek_v3": ("deepseek_v3", 1.0),
     "granite_hybrid": ("granite_hybrid", 1.0),
     "granite_hybrid_moe": ("granite_hybrid_moe", 1.0),

@@ -4,6 +4,7 @@ transformers.
 - DeepSeek V3 and V2 (deepseek_v3, deepseek_v2), Kimi K2 and GLM 4.7 Flash (glm4_moe_lite): dense
   layers first, then layers of experts with shared ones. Kimi K2 has the layers of DeepSeek V3, and
   is exported as such. Layers of multi-token prediction are left out
+- Mistral Small 4 (mistral4): layers of experts with a shared one, and queries as in Ministral 3
 - Kimi Linear (kimi_linear): layers of Kimi Delta Attention, and of latent attention without
   position embedding
 """
@@ -15,6 +16,7 @@ from typing import Any
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor, conv_tensors
 from jaxlc.config.kinds.dense import DenseKind
+from jaxlc.config.models.families.dense import MINISTRAL3
 from jaxlc.config.models.families.experts import GLM4_MOE, read_first_dense, write_first_dense
 from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
@@ -186,6 +188,48 @@ DEEPSEEK_V2 = dataclasses.replace(
     feed_forward_tensors=dict(
         experts=(*experts.TENSORS, *experts.shared_tensors("shared_experts"))
     ),
+)
+
+# Released models have one group. The logits of attention have no factor of YaRN (yarn.apply_scale=false in Mistral's
+# own files); transformers has multiplied them by the square of mscale_all_dim's factor since 5.17.
+MISTRAL4 = dataclasses.replace(
+    DEEPSEEK_V2,
+    model_type="mistral4",
+    architecture="Mistral4ForCausalLM",
+    fields=DEEPSEEK_V3.fields,
+    field_aliases=DEEPSEEK_V3.field_aliases,
+    read_settings=_read_settings,
+    write_settings=_write_settings,
+    defaults={
+        **_DEFAULTS,
+        "qk_nope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "partial_rotary_factor": 0.5,  # which the dims of heads give
+        "llama_4_scaling_beta": 0.0,
+        "rope_parameters": dict(
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=128.0,
+            original_max_position_embeddings=8192,
+            attention_factor=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+    },
+    required_values=dict(n_group=(1,)),
+    irrelevant=(*DEEPSEEK_V3.irrelevant, "max_position_embeddings"),  # in rope_parameters
+    multimodal_type=MINISTRAL3.multimodal_type,
+    multimodal_prefixes=MINISTRAL3.multimodal_prefixes,
+    other_prefixes=(*DEEPSEEK_V3.other_prefixes, *MINISTRAL3.other_prefixes),
+    feed_forward_tensors=dict(
+        experts=(*experts.STACKED_LINEAR_TENSORS, *experts.shared_tensors("shared_experts"))
+    ),
+    tensor_aliases=experts.TENSORS,
 )
 
 
