@@ -4,7 +4,9 @@ VENV = .venv
 READY = $(VENV)/.ready
 ARGS ?=
 
-PYTEST = -m pytest -n auto --dist=worksteal --durations=15
+# One more than the cores: many tests wait for processes.
+WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST = -m pytest -n $(WORKERS) --dist=worksteal --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Tests start hundreds of processes; compiling the modules of jaxlc takes each of them a CPU second.
@@ -144,8 +146,11 @@ $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(@D)/bin/python -m pip install --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2 nvidia-cuda-nvcc-cu12==12.9.86
 	@touch $@
 
-.venv-jax0.11/.ready: requirements.lock pyproject.toml
-	@mkdir -p .cache
-	sed -n '/^jax\(lib\)\{0,1\}==/!p' requirements.lock > .cache/requirements-jax0.11.txt
-	printf 'jax==0.11.2\njaxlib==0.11.2\n' >> .cache/requirements-jax0.11.txt
-	$(call INSTALL,.cache/requirements-jax0.11.txt)
+# The other packages are those of JAX 0.12's environment.
+SITE_PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+.venv-jax0.11/.ready: .venv-jax0.12/.ready
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --no-deps jax==0.11.2 jaxlib==0.11.2
+	.venv-jax0.12/bin/python $(SITE_PACKAGES) > $$($(@D)/bin/python $(SITE_PACKAGES))/others.pth
+	@touch $@

@@ -146,9 +146,7 @@ def _latent(model_type: str, architecture: str, wrapper: str = "", **fields) -> 
     )
     config = _config(model_type, architecture, **config | fields)
     del config["head_dim"]
-    return Case(
-        config=config, has_latents=True, first_layers=1, dense_layers=(0,), wrapper=wrapper
-    )
+    return Case(config=config, has_latents=True, first_layers=1, dense_layers=(0,), wrapper=wrapper)
 
 
 def _granite_hybrid(**fields) -> Case:
