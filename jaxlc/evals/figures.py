@@ -99,8 +99,10 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
+    has_interval = False
     for line, (label, losses) in zip(line_styles(), runs.items()):
         columns = losses.by_position.by_position("loss")
+        has_interval |= np.isfinite(columns["low"]).any()
         # 1 is the first position
         center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))
         axes.fill_between(
@@ -123,9 +125,6 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
     axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")
     lengths = sorted({losses.length for losses in runs.values()})
     counts = sorted({losses.by_position.num_documents for losses in runs.values()})
-    has_interval = any(
-        np.isfinite(losses.by_position.by_position("loss")["low"]).any() for losses in runs.values()
-    )
     title = f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens"
     if has_interval:
         title += ", 95% intervals"

@@ -121,7 +121,7 @@ def test_settings_are_those_of_the_published_configuration():
         "niah_multiquery": ("essay", "words", "numbers", 1, 1, 4),
     }
     assert {name: task.settings for name, task in ruler.TASKS.items() if name not in niah} == {
-        "vt": dict(type_haystack="noise", num_chains=1, num_hops=4),
+        "vt": dict(num_hops=4),  # type_haystack is noise, num_chains 1: as `variables` makes them
         "cwe": dict(freq_cw=30, freq_ucw=3, num_cw=10),
         "fwe": dict(alpha=2.0),
         "qa_1": dict(dataset="squad"),

@@ -18,7 +18,7 @@ import json
 import random
 import string
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,8 +148,7 @@ def needles(task: Task, prose: Prose, size: int, rng: random.Random) -> Example:
             lines = [
                 needle(key=_random(key_kind, rng), value=_random(value_kind, rng)) for _ in lines
             ]
-        for at, text in zip(sorted(rng.sample(range(size + 1), len(hidden)), reverse=True), hidden):
-            lines.insert(at, text)
+        _insert(lines, rng.sample(range(size + 1), len(hidden)), hidden[::-1])
         context = "\n".join(lines)
 
     template, prefix = texts = task.template, task.prefix
@@ -184,22 +183,27 @@ def _random(kind: str, rng: random.Random) -> str:
 def _in_prose(hidden: list[str], prose: Prose, size: int, rng: random.Random) -> str:
     sentences = sentences_of(" ".join(prose.first(size * _WORDS_PER_SIZE)))
     depths = [round(100 * i / (_NUM_DEPTHS - 1)) / 100 for i in range(_NUM_DEPTHS)]
-    places = sorted(int(len(sentences) * depth) for depth in rng.sample(depths, len(hidden)))
-    for place, text in zip(reversed(places), reversed(hidden), strict=True):
-        sentences.insert(place, text)
+    places = (int(len(sentences) * depth) for depth in rng.sample(depths, len(hidden)))
+    _insert(sentences, places, hidden)
     return " ".join(sentences)
 
 
+def _insert(parts: list[str], places: Iterable[int], texts: Sequence[str]) -> None:
+    """Inserts the texts, in this order, before the parts that are now at the sorted places."""
+    for place, text in zip(sorted(places, reverse=True), reversed(texts), strict=True):
+        parts.insert(place, text)
+
+
 def variables(task: Task, solved_lines: int, size: int, rng: random.Random) -> Example:
-    """Chains of assignments: which variables have a value? One solved example comes first.
+    """A chain of assignments: which variables have a value? One solved example comes first.
 
     Args:
       solved_lines: lines of noise in the solved example, see `lines_of_solved_example`.
       size: lines of noise in the question.
     """
-    question, start, names = _chains(task, solved_lines, 3, rng)
+    question, start, names = _chain(task, solved_lines, 3, rng)
     solved = f"{question}{start} {' '.join(names)}\n\n"
-    question, start, names = _chains(task, size, 5, rng)
+    question, start, names = _chain(task, size, 5, rng)
     return Example(prompt=solved + question, answer_prefix=start, references=names)
 
 
@@ -211,13 +215,13 @@ def lines_of_solved_example(task: Task, count_tokens: CountTokens, rng: random.R
     extra_tokens = count_tokens("")
 
     def num_tokens(num_lines: int) -> int:
-        return count_tokens("".join(_chains(task, num_lines, 3, rng)[:2])) - extra_tokens
+        return count_tokens("".join(_chain(task, num_lines, 3, rng)[:2])) - extra_tokens
 
     sizes = range(_MIN_SOLVED_LINES + 1, _SOLVED_TOKENS)
     return _MIN_SOLVED_LINES + bisect.bisect_right(sizes, _SOLVED_TOKENS, key=num_tokens)
 
 
-def _chains(
+def _chain(
     task: Task, num_lines: int, name_length: int, rng: random.Random
 ) -> tuple[str, str, tuple[str, ...]]:
     """(question, start of the answer, names that have the value) of a text with `num_lines` lines
@@ -225,20 +229,13 @@ def _chains(
     """
     num_hops = task.settings["num_hops"]
     lines = [_NOISE] * num_lines
-    chains = []
-    for _ in range(task.settings["num_chains"]):
-        names = _names(num_hops + 1, name_length, rng)
-        value = str(rng.randrange(10_000, 99_999))
-        chain = [
-            f"VAR {names[0]} = {value}",
-            *(f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:])),
-        ]
-        for offset, (place, text) in enumerate(
-            zip(sorted(rng.sample(range(num_lines), len(chain))), chain)
-        ):
-            lines.insert(place + offset, text)
-        chains.append((names, value))
-    names, value = chains[0]
+    names = _names(num_hops + 1, name_length, rng)
+    value = str(rng.randrange(10_000, 99_999))
+    chain = [
+        f"VAR {names[0]} = {value}",
+        *(f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:])),
+    ]
+    _insert(lines, rng.sample(range(num_lines), len(chain)), chain)
     context = "\n".join(lines).replace(". \n", ".\n")
     return (
         task.template.format(context=context, query=value),
@@ -387,9 +384,7 @@ TASKS: dict[str, Task] = {
     "niah_multikey_3": _niah(type_haystack="needle", type_needle_k="uuids", type_needle_v="uuids"),
     "niah_multivalue": _niah(num_needle_v=4),
     "niah_multiquery": _niah(num_needle_q=4),
-    "vt": Task(
-        kind="variable_tracking", settings=dict(type_haystack="noise", num_chains=1, num_hops=4)
-    ),
+    "vt": Task(kind="variable_tracking", settings=dict(num_hops=4)),
     "cwe": Task(kind="common_words_extraction", settings=dict(freq_cw=30, freq_ucw=3, num_cw=10)),
     "fwe": Task(kind="freq_words_extraction", settings=dict(alpha=2.0)),
     "qa_1": Task(kind="qa", settings=dict(dataset="squad")),
