@@ -27,7 +27,6 @@ from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.files import (
     DIGEST,
-    EVALUATIONS_FILE,
     UNREADABLE,
     Damaged,
     Evaluations,
@@ -45,7 +44,7 @@ from jaxlc.checkpoints.files import (
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
 from jaxlc.core import Log, UserError
 from jaxlc.core.errors import WriteError
-from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
+from jaxlc.core.files import full_disk_explained, full_disk_reason
 from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
@@ -338,12 +337,10 @@ class Checkpoints:
         """Stores what an evaluation of the parameters of `step` has found, if the step is saved.
 
         Raises:
-          UserError: the file cannot be written.
+          OSError: the file cannot be written.
         """
         if any(storage.has(step) for storage in self._storages()):
-            advice = f"run the same command again to evaluate step {step} and to continue"
-            with write_errors_explained(self._directory / EVALUATIONS_FILE, advice):
-                self._evaluations.add(step, **values)
+            self._evaluations.add(step, **values)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is committed; raises the errors of the background thread."""

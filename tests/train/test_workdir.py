@@ -4,9 +4,12 @@ import errno
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
+from jaxlc.checkpoints import files as checkpoint_files
+from jaxlc.checkpoints.save import Checkpoints, Storage
 from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.files import locked
 from jaxlc.train import stage
@@ -70,6 +73,17 @@ def test_full_disk_names_the_step_and_deletes_the_incomplete_checkpoint(tmp_path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
         map(str, steps)
     )
+
+
+def test_full_disk_after_an_evaluation_names_the_complete_checkpoint(tmp_path, monkeypatch):
+    """Its own step may not be saved, since that is done in the background."""
+    monkeypatch.setattr(Storage, "has", lambda *_: True)
+    full = Mock(side_effect=OSError(28, "No space left on device", str(tmp_path / "checkpoints/x")))
+    monkeypatch.setattr(checkpoint_files, "replacing", full)
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    words = "checkpoints .No space.*the checkpoint of step 2 is complete; free space, then run"
+    with pytest.raises(UserError, match=words), open_workdir(tmp_path, pytest.fail) as path:
+        Checkpoints(path / "checkpoints", keep=1, warn=pytest.fail).add_evaluation(4, eval_loss=1.0)
 
 
 @pytest.mark.parametrize(
