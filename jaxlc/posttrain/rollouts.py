@@ -66,7 +66,11 @@ class Rollouts(DataSource):
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
         prompts, warnings = open_prompts(config, inputs.tokenizer)
         eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
-        digests = [sha256_of(prompt.ids.tobytes()) for prompt in prompts]
+        # rewards depend on the other fields, such as a solution
+        digests = [
+            [(sha256_of(prompt.ids.tobytes()), prompt.record) for prompt in part]
+            for part in (prompts, eval_prompts)
+        ]
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),

@@ -590,14 +590,16 @@ def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path,
 
 
 def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
+    """Also with other prompts for evaluation, or other fields that rewards depend on."""
     workdir = shutil.copytree(rollouts["workdir"], tmp_path / "run")
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps(dict(prompt=PROMPTS[0], bonus=0.5)) + "\n")
+    lines = Path(rollouts["settings"]["rollouts__prompts"]).read_text()
+    prompts.write_text(lines.replace("0.5", "0.25"))
     outputs = [
         train(rollouts["config"], workdir, **rollouts["settings"] | changes)
-        for changes in ({}, dict(rollouts__prompts=prompts, rollouts__prompts_per_step=1))
+        for changes in ({}, *({f"rollouts__{x}prompts": prompts} for x in ("", "eval_")))
     ]
-    assert ["training continues with different seq" in x for x in outputs] == [False, True]
+    assert ["training continues with different seq" in x for x in outputs] == [False, True, True]
 
 
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):
