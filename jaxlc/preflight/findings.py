@@ -340,17 +340,14 @@ def _version_findings(facts: Sequence[Facts]) -> Iterator[str]:
     for name in facts[0].versions:
         groups = _grouped(facts, lambda own, name=name: own.versions.get(name, NOT_FOUND))
         if len(groups) > 1:
-            found = "; ".join(
-                f"{version} on {_names(group)}" for version, group in _rarest_first(groups)
-            )
+            found = _rarest_first(groups)
             yield f"the version of {name} differs: {found}; install the same on all machines"
 
 
 def _host_findings(facts: Sequence[Facts]) -> Iterator[str]:
     kinds = _grouped(facts, lambda own: own.device_kind)
     if len(kinds) > 1:
-        found = "; ".join(f"{kind} on {_names(group)}" for kind, group in _rarest_first(kinds))
-        yield f"the devices differ: {found}"
+        yield f"the devices differ: {_rarest_first(kinds)}"
     hosts = _grouped(facts, lambda own: own.host)
     duplicates = {
         host: group for host, group in hosts.items() if len({own.boot_id for own in group}) > 1
@@ -456,8 +453,9 @@ def _grouped(facts: Iterable[Facts], key: Callable[[Facts], str]) -> dict[str, l
     return groups
 
 
-def _rarest_first(groups: dict[str, list[Facts]]) -> list[tuple[str, list[Facts]]]:
-    return sorted(groups.items(), key=lambda item: len(item[1]))
+def _rarest_first(groups: dict[str, list[Facts]]) -> str:
+    ordered = sorted(groups.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{value} on {_names(group)}" for value, group in ordered)
 
 
 def _names(group: Sequence[Facts]) -> str:

@@ -263,15 +263,11 @@ def _taps(x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array) -> ja
     return _sum(_reached(x_BLW, segments_BL, own), weights_PW)
 
 
-def _taps_forward(*arguments):
-    return _taps(*arguments), arguments
-
-
-def _taps_backward(arguments, dout_BLW: jax.Array):
+def _taps_backward(operands, dout_BLW: jax.Array):
     """The gradient of x is a convolution of dout in the other direction: one kernel, which rounds once.
     JAX's derivative writes an array for each tap.
     """
-    x_BLW, segments_BL, weights_PW = arguments
+    x_BLW, segments_BL, weights_PW = operands
     num_before = len(weights_PW) - 1
     dout = jnp.pad(dout_BLW, [(0, 0), (num_before, num_before), (0, 0)])
     segments = jnp.pad(segments_BL, [(0, 0), (0, num_before)])
@@ -281,7 +277,7 @@ def _taps_backward(arguments, dout_BLW: jax.Array):
     return dx.astype(x_BLW.dtype), None, dweights_PW.astype(weights_PW.dtype)
 
 
-_taps.defvjp(_taps_forward, _taps_backward)
+_taps.defvjp(lambda *operands: (_taps(*operands), operands), _taps_backward)
 
 
 def _reached(x_BLW: jax.Array, segments_BL: jax.Array, own_BT: jax.Array) -> list[jax.Array]:

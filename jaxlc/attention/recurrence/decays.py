@@ -217,13 +217,9 @@ def _exponentials(G, visible, times):
         yield visible[..., None] * jnp.exp(jnp.minimum(difference, 0))
 
 
-def _direct_forward(x, k, G, visible):
-    return _direct_products(x, k, G, visible), (x, k, G, visible)
-
-
-def _direct_backward(residuals, gradient):
+def _direct_backward(operands, gradient):
     """Products of a token with itself, which do not depend on G, are added after its gradient."""
-    x, k, G, visible = residuals
+    x, k, G, visible = operands
     *decays, last = _exponentials(G, jnp.tril(visible, -1), len(x) + 1)
     dx = jnp.stack([
         (one[..., None] * k[..., None, :, :] * decay).sum(-2) for one, decay in zip(gradient, decays)
@@ -237,4 +233,4 @@ def _direct_backward(residuals, gradient):
     return dx.astype(x.dtype), dk.astype(k.dtype), jnp.broadcast_to(dG, G.shape), None
 
 
-_direct_products.defvjp(_direct_forward, _direct_backward)
+_direct_products.defvjp(lambda *operands: (_direct_products(*operands), operands), _direct_backward)
