@@ -42,7 +42,7 @@ from jaxlc.data.sequences.packing import (
     epoch_order,
     split_documents,
 )
-from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields
+from jaxlc.data.texts.documents import EVAL_SETTING, LISTED, Fields, Notes
 from jaxlc.data.texts.records import (
     LINES_SUFFIXES,
     MEGATRON_SUFFIX,
@@ -51,7 +51,7 @@ from jaxlc.data.texts.records import (
     needed_columns,
 )
 from jaxlc.data.texts.sources import SourceFile, list_files
-from jaxlc.data.tokens.encoder import grouped
+from jaxlc.data.tokens.encoder import Encoder, grouped
 from jaxlc.data.tokens.store import LEFTOVER_SECONDS, NoText
 
 _SUFFIXES = tuple(suffix for suffix in RECORD_SUFFIXES if suffix != MEGATRON_SUFFIX)
@@ -375,13 +375,16 @@ class Stream(DataSource):
             "data.seed": data.seed,
             "data.stream_cache_gib": data.stream_cache_gib,
         }
+        if Fields.from_config(source).chat:
+            template = Encoder(inputs.tokenizer, data.chat_template, Notes()).template
+            identity["data.chat_template"] = fingerprint_of(template.identity)
         order = epoch_order(len(chunks), data.seed, 0)
         size = gib(sum(part.num_bytes for part in parts))
         return cls(
             tokenizer=inputs.tokenizer,
             train=ChunkedSequences(opener, source, [chunks[i] for i in order]),
             heldout=heldout,
-            fingerprint=fingerprint_of(identity),
+            fingerprint=fingerprint_of((identity, heldout and heldout.store.fingerprint)),
             description=f"stream of {len(urls):,} files, {size} GiB, in {len(chunks):,} chunks",
             warnings=tuple(opener.warnings),
             identity=identity,

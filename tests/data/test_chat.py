@@ -219,7 +219,7 @@ def test_overlong_chats_are_dropped_truncated_or_cut(tmp_path: Path):
     assert num_b == sum(lengths[d] for d in cut.document_ids)
 
 
-def test_chats_fingerprint_depends_on_template(tmp_path: Path):
+def test_chats_fingerprint_depends_on_tokens_and_losses(tmp_path: Path):
     corpus = open_chats(tmp_path, [3] * 20, 256)
     other = tmp_path / "other.jinja"
     other.write_text(CHATML)
@@ -245,6 +245,14 @@ def test_chats_fingerprint_depends_on_template(tmp_path: Path):
         )
         == 1
     )
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        path.read_text().replace('"role": "assistant"', '"role": "assistant", "loss": false', 1)
+    )
+    changed = open_corpus(config)
+    tokens, before = (x.sources[0].train.store.tokens for x in (changed, corpus))
+    np.testing.assert_array_equal(tokens, before)
+    assert changed.fingerprint != corpus.fingerprint
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"

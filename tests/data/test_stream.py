@@ -199,6 +199,14 @@ def test_setting_that_changed_is_named(files, tmp_path):
         opened(tmp_path, data__seq_len=256).resume(meta, 0)
     with pytest.raises(UserError, match=r"data.seed has changed, from 3 to 4"):
         opened(tmp_path, data__seed=4).resume(meta, 0)
+    (tmp_path / "chats.jsonl").write_bytes(
+        lines([[dict(role="user", content="ask"), dict(role="assistant", content="a")]], "messages")
+    )
+    mixture = dict(chats=dict(paths=str(tmp_path / "chats.jsonl"), chat_format="messages"))
+    chats = dict(data__sources=(), data__mixture=mixture)
+    meta = opened(tmp_path, data__chat_template="chatml", **chats).position(0)
+    with pytest.raises(UserError, match="data.chat_template has changed, from "):
+        opened(tmp_path, data__chat_template="llama3", **chats).resume(meta, 0)
 
 
 def used_bytes(cache: Path) -> int:

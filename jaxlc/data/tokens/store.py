@@ -90,7 +90,7 @@ class TokenStore:
     tokens: np.ndarray
     offsets: np.ndarray  # int64 [documents + 1]
     split_hashes: np.ndarray  # float64 [documents] in [0, 1)
-    # hash of document names and tokens: equal on machines that hold the same corpus
+    # hash of document names, tokens and answers: equal on machines that hold the same corpus
     fingerprint: str
     # int64 [answers, 2]: begin and end in `tokens` of the answers of chats, in order; None: text
     # without answers
@@ -137,12 +137,15 @@ def read_store(paths: StorePaths, tokenizer: Tokenizer) -> TokenStore | None:
         index = read_arrays(paths.index)
         notes = Notes(listed_in=paths.bad_records if paths.bad_records.exists() else None)
         notes.update(json.loads(str(index["notes"])))
+        fingerprint, answers = str(index["fingerprint"]), index.get("answers")
+        if answers is not None:
+            fingerprint = sha256_of(fingerprint + sha256_of(answers.tobytes()))
         store = TokenStore(
             tokens=np.load(paths.tokens, mmap_mode="r", allow_pickle=False),
             offsets=index["offsets"],
             split_hashes=index["split_hashes"],
-            fingerprint=str(index["fingerprint"]),
-            answers=index.get("answers"),
+            fingerprint=fingerprint,
+            answers=answers,
             notes=notes,
             names=tuple(json.loads(str(index["names"]))) if "names" in index else (),
         )
