@@ -39,7 +39,7 @@ from jaxlc.config.values import Above0, From1, Tokens, typed
 from jaxlc.core import CONTEXT, TENSOR, UserError, errors, gib, mesh_text, progress_lines
 from jaxlc.core import print_to_stderr as log
 from jaxlc.core.axes import FSDP
-from jaxlc.core.files import local_path, write_json
+from jaxlc.core.files import local_path, replacing, write_json
 from jaxlc.core.processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import Ranking, ranked, row_text
@@ -404,7 +404,8 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
     kept = source if verb == "recommend" or stages[0].name else ""
     base = _base(kept, model, stages)
-    path.write_text(config_source(kept, model, title, base, configs, verb), encoding="utf-8")
+    with replacing(path) as out:
+        out.write(config_source(kept, model, title, base, configs, verb).encode())
     texts = "" if verb == "init" else " --config.data.sources=TEXTS"
     print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path}{texts}")
     return 0
