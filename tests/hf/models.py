@@ -123,17 +123,23 @@ def _mistral(**fields) -> dict:
     return _config("mistral", "MistralForCausalLM", tie_word_embeddings=False, **fields)
 
 
+LATENT_FIELDS = dict(
+    head_dim=None,
+    tie_word_embeddings=False,
+    max_position_embeddings=256,
+    num_key_value_heads=4,
+    kv_lora_rank=10,
+    q_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=12,
+    attention_bias=False,
+)
+
+
 def _latent(model_type: str, architecture: str, wrapper: str = "", **fields) -> Case:
     """A model with latent attention: a dense layer, then layers of experts."""
-    config = dict(
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        num_key_value_heads=4,
-        kv_lora_rank=10,
-        q_lora_rank=12,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=12,
+    config = LATENT_FIELDS | dict(
         first_k_dense_replace=1,
         n_routed_experts=8,
         n_shared_experts=2,
@@ -142,10 +148,8 @@ def _latent(model_type: str, architecture: str, wrapper: str = "", **fields) -> 
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
-        attention_bias=False,
     )
     config = _config(model_type, architecture, **config | fields)
-    del config["head_dim"]
     return Case(config=config, has_latents=True, first_layers=1, dense_layers=(0,), wrapper=wrapper)
 
 
@@ -1056,6 +1060,17 @@ CASES: dict[str, Case] = {
         topk_method="group_limited_greedy",
         topk_group=1,  # fewer groups than experts of a token, which would always be in the best ones
         norm_topk_prob=False,
+    ),
+    "youtu": Case(
+        config=_config(
+            "youtu",
+            "YoutuForCausalLM",
+            **LATENT_FIELDS | dict(tie_word_embeddings=True),
+            pad_token_id=None,  # transformers sets its row of the embedding to 0
+            rope_parameters=dict(YARN_ROPE, rope_theta=30000.0, mscale=1.0, mscale_all_dim=0.8),
+            rope_interleave=True,
+        ),
+        has_latents=True,
     ),
     "mistral4": _latent(
         "mistral4",

@@ -525,13 +525,16 @@ def model_of(settings):
     return model_from(PRESETS["tiny"].by_path | settings | own)
 
 
-def test_kimi_k2_is_read_and_exported_as_deepseek_v3():
-    config = CASES["deepseek_v3"].config
-    kimi = config | dict(model_type="kimi_k2", auto_map={"AutoConfig": "configuration_kimi.Kimi"})
-    settings = settings_of(kimi, "config.json")
+@pytest.mark.parametrize(
+    ("model_type", "exported_type"), [("kimi_k2", "deepseek_v3"), ("iquestcoder", "llama")]
+)
+def test_models_with_the_layers_of_another_family_are_exported_as_such(model_type, exported_type):
+    config = CASES[exported_type].config
+    own = config | dict(model_type=model_type, auto_map={"AutoConfig": "configuration_own.Own"})
+    settings = settings_of(own, "config.json")
     assert settings == settings_of(config, "config.json")
-    exported = config_json_of(model_of(settings), kimi, seq_len=64, dtype="bfloat16")
-    assert exported["model_type"] == "deepseek_v3" and "auto_map" not in exported
+    exported = config_json_of(model_of(settings), own, seq_len=64, dtype="bfloat16")
+    assert exported["model_type"] == exported_type and "auto_map" not in exported
 
 
 def test_cases_contain_every_family():

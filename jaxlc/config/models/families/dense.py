@@ -1,6 +1,7 @@
 """Families of dense models; the names in parentheses are their models in transformers.
 
 - Llama 2 and 3, and models of the same architecture such as SmolLM2 (llama)
+- IQuest-Coder (iquestcoder): Llama, and exported as such
 - Code World Model (cwm): Llama with groups of a full layer and three sliding ones
 - EXAONE 4 (exaone4): groups of three sliding layers and one without position embedding, or full
   layers only
@@ -43,6 +44,15 @@ LLAMA = Family(
     fields={"attention_bias": "attention.qkv_bias", "mlp_bias": "mlp_bias"},
     required_values=dict(rope_interleaved=(False,)),  # in configs of SmolLM2
     irrelevant=("is_llama_config",),
+)
+
+IQUESTCODER = dataclasses.replace(
+    LLAMA,
+    model_type="iquestcoder",
+    exported_type="llama",
+    defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5),
+    required_values=dict(clip_qkv=(None,), use_sliding_window=(False,)),
+    irrelevant=("auto_map",),  # code of a model that equals Llama
 )
 
 

@@ -4,6 +4,7 @@ transformers.
 - DeepSeek V3 and V2 (deepseek_v3, deepseek_v2), Kimi K2 and GLM 4.7 Flash (glm4_moe_lite): dense
   layers first, then layers of experts with shared ones. Kimi K2 has the layers of DeepSeek V3, and
   is exported as such. Layers of multi-token prediction are left out
+- Youtu-LLM (youtu): dense layers only
 - Mistral Small 4 (mistral4): layers of experts with a shared one, and queries as in Ministral 3
 - Kimi Linear (kimi_linear): layers of Kimi Delta Attention, and of latent attention without
   position embedding
@@ -24,7 +25,7 @@ from jaxlc.config.models.model_schema import ModelConfig
 _read_kinds = functools.partial(read_first_dense, other="latent")
 
 
-def _read_settings(config: Fields) -> dict[str, Any]:
+def _read_latent(config: Fields) -> dict[str, Any]:
     # null: head_dim is invalid
     rotated_dim, own_dim = (config[f"qk_{part}_head_dim"] or 0 for part in ("rope", "nope"))
     head_dim = own_dim + rotated_dim
@@ -33,6 +34,20 @@ def _read_settings(config: Fields) -> dict[str, Any]:
         "rope.fraction": rotated_dim / (head_dim or 1),
         "latent.query_rank": config.get("q_lora_rank") or 0,
         "latent.interleaved": bool(config.get("rope_interleave", True)),
+    }
+
+
+def _write_latent(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        qk_rope_head_dim=model.rotated_dim,
+        qk_nope_head_dim=model.attention.head_dim - model.rotated_dim,
+        q_lora_rank=model.latent.query_rank or None,
+        rope_interleave=model.latent.interleaved,
+    )
+
+
+def _read_settings(config: Fields) -> dict[str, Any]:
+    return _read_latent(config) | {
         "experts.groups": config.get("n_group") or 1,
         "experts.groups_per_token": config.get("topk_group") or 1,
         "experts.shared_ffn_dim": (config.get("n_shared_experts") or 0)
@@ -41,23 +56,21 @@ def _read_settings(config: Fields) -> dict[str, Any]:
 
 
 def _write_settings(model: ModelConfig) -> dict[str, Any]:
-    return dict(
-        qk_rope_head_dim=model.rotated_dim,
-        qk_nope_head_dim=model.attention.head_dim - model.rotated_dim,
-        q_lora_rank=model.latent.query_rank or None,
-        rope_interleave=model.latent.interleaved,
+    return _write_latent(model) | dict(
         n_group=model.experts.groups,
         topk_group=model.experts.groups_per_token,
         n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
     )
 
 
-_DEFAULTS = dict(
+_SIZES = dict(
     qk_rope_head_dim=64,
     qk_nope_head_dim=128,
     q_lora_rank=1536,
     kv_lora_rank=512,
     v_head_dim=128,
+)
+_DEFAULTS = _SIZES | dict(
     n_routed_experts=256,
     n_shared_experts=1,
     num_experts_per_tok=8,
@@ -68,6 +81,34 @@ _DEFAULTS = dict(
     routed_scaling_factor=2.5,
 )
 
+_LATENT_FIELDS = {"kv_lora_rank": "latent.rank", "v_head_dim": "latent.value_dim"}
+_VARYING = (
+    "attention.head_dim",
+    "rope.fraction",
+    "latent.query_rank",
+    "latent.interleaved",
+)
+
+
+def _youtu_read_kinds(config: Fields) -> list[str]:
+    return ["latent"] * config["num_hidden_layers"]
+
+
+YOUTU = Family(
+    model_type="youtu",
+    architecture="YoutuForCausalLM",
+    layer_kinds=(("latent",),),
+    read_kinds=_youtu_read_kinds,
+    fields=_LATENT_FIELDS,
+    read_settings=_read_latent,
+    write_settings=_write_latent,
+    varying=_VARYING,
+    # attention reads the last one, besides the RoPE
+    defaults={**_SIZES, "tie_word_embeddings": True, "mscale_all_dim": 0.0},
+    # `_read_latent` reads the first one
+    irrelevant=("rope_interleave", "qk_head_dim", "embedding_initializer_range"),
+)
+
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -76,8 +117,7 @@ DEEPSEEK_V3 = Family(
     write_kinds=write_first_dense,
     settings={"experts.router": "sigmoid", "experts.choice_bias": True},
     fields={
-        "kv_lora_rank": "latent.rank",
-        "v_head_dim": "latent.value_dim",
+        **_LATENT_FIELDS,
         "n_routed_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
         "moe_intermediate_size": "experts.ffn_dim",
@@ -91,10 +131,7 @@ DEEPSEEK_V3 = Family(
     read_settings=_read_settings,
     write_settings=_write_settings,
     varying=(
-        "attention.head_dim",
-        "rope.fraction",
-        "latent.query_rank",
-        "latent.interleaved",
+        *_VARYING,
         "experts.groups",
         "experts.groups_per_token",
         "experts.shared_ffn_dim",
