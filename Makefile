@@ -4,9 +4,7 @@ VENV = .venv
 READY = $(VENV)/.ready
 ARGS ?=
 
-# One more than the cores: many tests wait for processes.
-WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST = -m pytest -n $(WORKERS) --dist=worksteal --durations=15
+PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Tests start hundreds of processes; compiling the modules of jaxlc takes each of them a CPU second.
