@@ -144,7 +144,7 @@ $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(@D)/bin/python -m pip install --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2 nvidia-cuda-nvcc-cu12==12.9.86
 	@touch $@
 
-# The other packages are those of JAX 0.12's environment.
+# JAX 0.11.2, and the other packages of the environment of JAX 0.12.
 SITE_PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .venv-jax0.11/.ready: .venv-jax0.12/.ready

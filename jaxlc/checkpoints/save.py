@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.files import (
     DIGEST,
+    EVALUATIONS_FILE,
     UNREADABLE,
     Damaged,
     Evaluations,
@@ -44,7 +45,7 @@ from jaxlc.checkpoints.files import (
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
 from jaxlc.core import Log, UserError
 from jaxlc.core.errors import WriteError
-from jaxlc.core.files import full_disk_explained, full_disk_reason
+from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.interrupts import call_within
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
@@ -337,10 +338,19 @@ class Checkpoints:
         """Stores what an evaluation of the parameters of `step` has found, if the step is saved.
 
         Raises:
-          OSError: the file cannot be written.
+          UserError: the file cannot be written.
+          OSError: the disk is full.
         """
-        if any(storage.has(step) for storage in self._storages()):
+        if not any(storage.has(step) for storage in self._storages()):
+            return
+        try:
             self._evaluations.add(step, **values)
+        except OSError as error:
+            if full_disk_reason(error):  # the run names the checkpoint that is complete
+                raise
+            advice = f"run the same command again to evaluate step {step} and to continue"
+            with write_errors_explained(self._directory / EVALUATIONS_FILE, advice):
+                raise
 
     def wait(self) -> None:
         """Waits until the last checkpoint is committed; raises the errors of the background thread."""

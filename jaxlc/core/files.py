@@ -244,7 +244,8 @@ def read_arrays(path: Path) -> Arrays:
 
 def write_json(path: str | Path, content: object) -> None:
     """Writes `content` as indented JSON."""
-    with errors_named(path := local_path(path)):
+    path = local_path(path)
+    with errors_named(path):
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 

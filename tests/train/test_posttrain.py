@@ -595,11 +595,19 @@ def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = Path(rollouts["settings"]["rollouts__prompts"]).read_text()
     prompts.write_text(lines.replace("0.5", "0.25"))
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(dict(prompt=PROMPTS[0], bonus=0.5)) + "\n")
     outputs = [
         train(rollouts["config"], workdir, **rollouts["settings"] | changes)
-        for changes in ({}, *({f"rollouts__{x}prompts": prompts} for x in ("", "eval_")))
+        for changes in (
+            {},
+            dict(rollouts__prompts=other, rollouts__prompts_per_step=1),
+            dict(rollouts__prompts=prompts),
+            dict(rollouts__eval_prompts=prompts),
+        )
     ]
-    assert ["training continues with different seq" in x for x in outputs] == [False, True, True]
+    changed = ["training continues with different seq" in x for x in outputs]
+    assert changed == [False, True, True, True]
 
 
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):

@@ -83,7 +83,11 @@ def test_full_disk_after_an_evaluation_names_the_complete_checkpoint(tmp_path, m
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     words = "checkpoints .No space.*the checkpoint of step 2 is complete; free space, then run"
     with pytest.raises(UserError, match=words), open_workdir(tmp_path, pytest.fail) as path:
-        Checkpoints(path / "checkpoints", keep=1, warn=pytest.fail).add_evaluation(4, eval_loss=1.0)
+        checkpoints = Checkpoints(path / "checkpoints", keep=1, warn=pytest.fail)
+        checkpoints.add_evaluation(4, eval_loss=1.0)
+    full.side_effect = PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(UserError, match="evaluations.json .*denied.*to evaluate step 4 and to"):
+        checkpoints.add_evaluation(4, eval_loss=1.0)
 
 
 @pytest.mark.parametrize(
