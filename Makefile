@@ -7,6 +7,8 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Python compiles a module when it is first imported: to compile those of all packages takes 40 CPU seconds.
+export PIP_COMPILE = 0
 # Tests start hundreds of processes; compiling the modules of jaxlc takes each of them a CPU second.
 unexport PYTHONDONTWRITEBYTECODE
 

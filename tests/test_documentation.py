@@ -394,9 +394,11 @@ def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
 
 
 def _parameter(block: Block):
-    """Blocks of several training commands and plans are heavy."""
+    """Blocks of several training commands and plans are heavy. Nobody edits dated pages."""
     is_heavy = block.text.count("jaxlc train ") > 1 or block.marker["needs_compiler"]
-    return pytest.param(block, id=block.name, marks=pytest.mark.heavy if is_heavy else ())
+    is_dated = block.page.parent.name == "benchmarks"
+    marks = pytest.mark.full if is_dated else pytest.mark.heavy if is_heavy else ()
+    return pytest.param(block, id=block.name, marks=marks)
 
 
 @pytest.mark.parametrize("block", [_parameter(block) for block in RUN_BLOCKS])

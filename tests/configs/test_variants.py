@@ -40,6 +40,7 @@ def test_variant_mesh_matches_its_topology(name, variant):
         assert config.model.preset == ("llama3.1-70b" if variant == "70b" else "llama3.1-8b")
 
 
+@pytest.mark.heavy
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 @pytest.mark.skipif(

@@ -80,7 +80,7 @@ def test_sliding_layers_send_only_their_window():
     assert " x 2 layers)" in ring
 
 
-@pytest.mark.heavy
+@pytest.mark.full  # tests/attention/test_sinks.py counts the kernel calls of layers of one size
 def test_plan_of_layers_of_different_sizes_has_no_further_kernel_calls_with_sinks():
     wide = dict(num_kv_heads=4, head_dim=64, ffn_dim=512)
     config = small_config(layer_kinds="sliding,wide", window=WINDOW, kinds=dict(wide=wide))

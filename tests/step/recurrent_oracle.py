@@ -3,8 +3,8 @@
     python -m tests.step.recurrent_oracle [--all]
 
 As `latent_oracle`, with the whole mixers of Mamba-2 (arXiv:2405.21060) and Kimi Delta Attention
-(arXiv:2510.26692), token after token. With --all, the model also has a layer of Gated DeltaNet
-(arXiv:2412.06464), and one of latent attention.
+(arXiv:2510.26692), token after token, and a layer of latent attention. With --all, the model also
+has a layer of Gated DeltaNet (arXiv:2412.06464).
 """
 
 import functools
@@ -19,9 +19,9 @@ import jax.numpy as jnp  # isort: skip
 
 from tests.step.synthetic import HYBRID, KIMI_DELTA, MAMBA  # isort: skip
 
-ORDER = "mamba2", "kimi_delta", "gated_delta_net", "latent"
-MODEL = MAMBA | KIMI_DELTA | dict(layer_kinds=ORDER[:2])
-MORE = latent_oracle.MODEL | MODEL | HYBRID | dict(num_layers=4, layer_kinds=ORDER)
+ORDER = "mamba2", "kimi_delta", "latent", "gated_delta_net"
+MODEL = latent_oracle.MODEL | MAMBA | KIMI_DELTA | dict(num_layers=3, layer_kinds=ORDER[:3])
+MORE = MODEL | HYBRID | dict(num_layers=4, layer_kinds=ORDER)
 EPSILON = 1e-5
 UNIT_EPSILON = 1e-6  # added to the sum of squares of queries and keys
 

@@ -205,7 +205,7 @@ def test_steps_of_muon_in_host_memory_equal_device():
 
 
 @needs_host_memory
-@pytest.mark.parametrize("tile_tokens", [0, 24])
+@pytest.mark.parametrize("tile_tokens", [0, pytest.param(24, marks=pytest.mark.full)])
 def test_steps_of_lora_in_host_memory_equal_device(tile_tokens: int):
     """The frozen weights are fetched layer by layer, and have no gradients to copy back."""
     (_, state, seen), (_, expected, expected_seen) = (

@@ -202,7 +202,7 @@ MIXED_CASES = [
 @pytest.mark.parametrize(
     "strategy, axes, settings, memory",
     [
-        pytest.param(*case, marks=[] if index in (2, 6) else pytest.mark.full)
+        pytest.param(*case, marks=[] if index == 6 else pytest.mark.full)
         for index, case in enumerate(KINDS)
     ],
     ids=str,
@@ -372,9 +372,13 @@ def test_ring_of_keys_and_values_of_latents_equals_one_device():
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "flags, num_cases", [([], 1), pytest.param(["--all"], 17, marks=pytest.mark.full)]
+    ("mixers", "flags", "num_cases"),
+    [
+        ("recurrent", [], 1),
+        pytest.param("recurrent", ["--all"], 17, marks=pytest.mark.full),
+        pytest.param("latent", ["--all"], 17, marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("mixers", ["latent", "recurrent"])
 def test_mixers_equal_oracles_in_float64(mixers, flags, num_cases):
     """Losses and gradients of packed documents and prefixes, and cached generation."""
     output = subprocess.run(

@@ -556,7 +556,7 @@ def test_killed_run_on_a_server_that_restarts_equals_the_undisturbed_run(setting
     kill_once(config, settings, tmp_path, kill, undisturbed=whole, with_server=True)
 
 
-@pytest.mark.heavy
+@pytest.mark.full  # tests/train/test_resume.py signals one of two processes that train
 def test_signal_to_one_of_two_processes_that_wait_for_rollouts_stops_both(rollouts, tmp_path):
     settings = {
         name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")
