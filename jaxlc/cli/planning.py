@@ -370,8 +370,9 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
     points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
     results: list[Recommendation] = []
     for number, stage in enumerate(stages, start=1):
-        if flags.document_lengths:
-            read_documents(stage.config, flags.document_lengths)  # raises an error
+        documents = None
+        if flags.document_lengths:  # raises an error
+            documents = read_documents(stage.config, flags.document_lengths).fingerprint
         # The devices raise an error here, rather than for every candidate, if the compiler is not
         # installed.
         log(
@@ -380,7 +381,7 @@ def run_recommend(command: ParsedCommand[RecommendFlags]) -> int:
         result = recommend(
             unchecked(stage.config, ANY_MACHINE),
             gpus,
-            _compile_in_processes(flags, topology, points),
+            _compile_in_processes(flags, topology, points, documents),
             goal=flags.goal,
             roofline=roofline,
             batch_size=flags.workers or default_num_workers(),
@@ -445,7 +446,9 @@ def check_path(path: Path) -> None:
         )
 
 
-def _compile_in_processes(flags: RecommendFlags, topology: str, points: Path) -> "Compile":
+def _compile_in_processes(
+    flags: RecommendFlags, topology: str, points: Path, documents: str | None
+) -> "Compile":
     """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those
     of a sweep.
     """
@@ -464,6 +467,7 @@ def _compile_in_processes(flags: RecommendFlags, topology: str, points: Path) ->
                 host_memory_gib=flags.host_memory_gib,
                 devices_per_process=flags.devices_per_process,
                 document_lengths=flags.document_lengths or None,
+                documents=documents,
             )
         for candidate, row in zip(candidates, rows, strict=True):
             name = f"{candidate.gpus} {space.name_of(candidate.config)}"

@@ -13,6 +13,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.core import UserError
+from jaxlc.core.files import fingerprint_of
 from jaxlc.data import open_corpus
 from jaxlc.data.data_sources import with_used_split
 from jaxlc.data.sequences.packing import best_fit
@@ -71,6 +72,10 @@ class Documents(NamedTuple):
     source: str
     sequences: list[np.ndarray]
     prefixes: tuple[int, ...] = ()  # of the only sequence: see `packed_work.sequence_work`
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of([x.tolist() for x in self.sequences])
 
     @property
     def longest_trace(self) -> int:

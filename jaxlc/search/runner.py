@@ -182,12 +182,14 @@ def estimate(
     num_workers: int,
     log: Log = log,
     is_over: IsOver = lambda rows: False,
+    documents: str | None = None,
     **options: Any,
 ) -> list[Row]:
     """AOT-compiles the points' steps and estimates their times, as `run` does.
 
     Args:
       topology: the GPUs of the command; those of a point, in its config, may be a part of them.
+      documents: the fingerprint of the documents that `document_lengths` names, since files change.
       options: of `estimate_point`; None has no effect.
     """
     options = {name: value for name, value in options.items() if value is not None}
@@ -195,8 +197,11 @@ def estimate(
         dict(figures="estimated", topology=topology, model=model_name(vars(points[0].base.model)))
         | options
     )
-    if constants:  # other constants give other rows
+    # other constants and documents give other rows
+    if constants:
         about["constants"] = file_fingerprint(local_path(constants))
+    if documents:
+        about["documents"] = documents
     work = functools.partial(estimate_point, constants=constants, **options)
     return run(
         points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over

@@ -828,6 +828,33 @@ def test_command_small_model_writes_config_that_plans(tmp_path, monkeypatch, cap
     assert Path("recommended.py").read_text() == written
 
 
+@pytest.mark.gpu_compiler
+def test_stored_points_are_those_of_the_documents(tmp_path, monkeypatch):
+    """Not those of earlier files of the same names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
+    Path("base.py").write_text(
+        "from tests.plan.gpus import small_config\n\ndef get_config(variant):\n"
+        "    config = small_config()\n"
+        "    config.data.update(sources='texts.jsonl', tokenizer='bytes')\n"
+        "    config.attention.document_mask = True\n    return config\n"
+    )
+    keys = []
+
+    def run(points, work, *, about, **_):
+        keys.append(json.dumps(about, sort_keys=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxlc.search.runner.run", run)
+    flags = ["--config=base.py", "--topology=h100:1x2", "--document_lengths=corpus"]
+    for num_words in (4000, 4000, 2000):
+        words = json.dumps(dict(text="word " * num_words)) + "\n"
+        Path("texts.jsonl").write_text(words * (80_000 // num_words))
+        assert main(["recommend", *flags]) == 130
+    assert keys[0] == keys[1] != keys[2]
+
+
 INIT = [
     "jaxlc init",
     "--config=sft_128k",
