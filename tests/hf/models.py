@@ -802,6 +802,20 @@ CASES: dict[str, Case] = {
         ),
         biases="qkvo",
     ),
+    "arcee": Case(
+        config=_config(
+            "arcee",
+            "ArceeForCausalLM",
+            hidden_act="relu2",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=YARN_ROPE,
+            max_position_embeddings=256,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        biases="qkvo",
+    ),
     "phi3": Case(  # the fields of Phi-4-mini
         config=_config(
             "phi3",
@@ -1132,10 +1146,12 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
+    if config["model_type"] == "arcee":
+        del layer_shapes["mlp.gate_proj.weight"]
     layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}
     if config.get("mlp_bias"):
-        for x in ("gate", "up", "down"):
-            layer_shapes[f"mlp.{x}_proj.bias"] = layer_shapes[f"mlp.{x}_proj.weight"][:1]
+        for name in [x for x in layer_shapes if x.startswith("mlp.")]:
+            layer_shapes[name.replace("weight", "bias")] = layer_shapes[name][:1]
     if config["model_type"] == "phi3":
         layer_shapes = _with_fused_projections(layer_shapes)
     for x in CASES[case].biases:

@@ -135,6 +135,8 @@ def expected_params(name, tensors=None):
         for path, (name, convert) in _mamba(config).items():
             conversions[path.replace("attention/", "attention/mamba2/")] = name, convert
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
+    if config["model_type"] == "arcee":
+        mlp = {path: value for path, value in mlp.items() if "gate" not in path}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
     if config["model_type"] == "kimi_linear":
         blocks[False] = kimi_experts(config)
@@ -144,7 +146,7 @@ def expected_params(name, tensors=None):
         blocks[False] = STACKED_EXPERTS
     elif number_of_experts(config):
         blocks[False] = expert_conversions(config)
-    mixers = {FULL: {path: value for path, value in conversions.items() if path not in mlp}}
+    mixers = {FULL: {x: value for x, value in conversions.items() if not x.startswith("mlp/")}}
     kinds = list(zip(mixers_of(case), (layer in case.dense_layers for layer in range(L))))
     if LINEAR in mixers_of(case):
         norms = {

@@ -2,6 +2,7 @@
 
 - Llama 2 and 3, and models of the same architecture such as SmolLM2 (llama)
 - IQuest-Coder (iquestcoder): Llama, and exported as such
+- AFM 4.5B (arcee): Llama with a feed-forward block without a gate
 - Code World Model (cwm): Llama with groups of a full layer and three sliding ones
 - EXAONE 4 (exaone4): groups of three sliding layers and one without position embedding, or full
   layers only
@@ -53,6 +54,14 @@ IQUESTCODER = dataclasses.replace(
     defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5),
     required_values=dict(clip_qkv=(None,), use_sliding_window=(False,)),
     irrelevant=("auto_map",),  # code of a model that equals Llama
+)
+
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    settings=dict(activation="relu2"),
+    fields=LLAMA.fields,
+    defaults=dict(rms_norm_eps=1e-5),
 )
 
 
