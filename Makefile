@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Python compiles a module when it is first imported: to compile those of all packages takes 40 CPU seconds.
+# pip does not compile all modules of all packages, which takes 40 CPU seconds. Python compiles what it imports.
 export PIP_COMPILE = 0
 # Tests start hundreds of processes; compiling the modules of jaxlc takes each of them a CPU second.
 unexport PYTHONDONTWRITEBYTECODE

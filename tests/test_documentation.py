@@ -394,7 +394,9 @@ def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
 
 
 def _parameter(block: Block):
-    """Blocks of several training commands and plans are heavy. Nobody edits dated pages."""
+    """Blocks of several training commands and plans are heavy. Pages with a date do not change, so
+    their blocks are in the full run.
+    """
     is_heavy = block.text.count("jaxlc train ") > 1 or block.marker["needs_compiler"]
     is_dated = block.page.parent.name == "benchmarks"
     marks = pytest.mark.full if is_dated else pytest.mark.heavy if is_heavy else ()

@@ -1146,7 +1146,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
-    if config["model_type"] == "arcee":
+    if config.get("hidden_act") == "relu2":
         del layer_shapes["mlp.gate_proj.weight"]
     layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}
     if config.get("mlp_bias"):

@@ -135,7 +135,7 @@ def expected_params(name, tensors=None):
         for path, (name, convert) in _mamba(config).items():
             conversions[path.replace("attention/", "attention/mamba2/")] = name, convert
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
-    if config["model_type"] == "arcee":
+    if config.get("hidden_act") == "relu2":
         mlp = {path: value for path, value in mlp.items() if "gate" not in path}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
     if config["model_type"] == "kimi_linear":

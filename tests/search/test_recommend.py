@@ -829,8 +829,8 @@ def test_command_small_model_writes_config_that_plans(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.gpu_compiler
-def test_stored_points_are_those_of_the_documents(tmp_path, monkeypatch):
-    """Not those of earlier files of the same names."""
+def test_stored_points_of_changed_documents_are_not_used(tmp_path, monkeypatch):
+    """After the files have changed under the same names, candidates are compiled again."""
     monkeypatch.chdir(tmp_path)
     for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
