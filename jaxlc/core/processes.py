@@ -192,7 +192,7 @@ def run_in_processes(
     completion.
 
     Every row has a `status`: "done"; "refused" after a UserError; "failed" after any other
-    exception, or if the process died. `reason` is the error message, empty if done.
+    exception, or if the process died, which adds `exit_code`. `reason` is the error message, empty if done.
 
     Args:
       is_over: called about twice a second; when it is true, running processes are killed and have
@@ -203,9 +203,8 @@ def run_in_processes(
     with contextlib.closing(run(_rows, calls, num_workers, is_over=is_over)) as results:
         for index, row in filter(None, results):
             if isinstance(row, Died):
-                row = dict(
-                    status="failed", reason=_exit_reason(row.exit_code, row.output.splitlines())
-                )
+                reason = _exit_reason(row.exit_code, row.output.splitlines())
+                row = dict(status="failed", reason=reason, exit_code=row.exit_code)
             yield index, row
 
 

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from jaxlc.plan.result import Plan
 
 _TIMED_STEPS = 5
+_COMPILING = (
+    "jax",
+    "nvidia-",
+    "dew-flash-attn",
+    "tokamax",
+)  # packages on which a compiled step depends
 _TIMES = (  # columns, of `Prediction` and of `Memory`
     "step_seconds", "tokens_per_second_per_device", "mfu_causal", "recomputed_share", "exposed_communication_seconds",
     "exposed_host_copy_seconds", "bound_by",
@@ -219,6 +225,7 @@ def run(
     is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
+    The file has no rows of processes that died, which may have had a cause outside, nor uses those of other code.
 
     Args:
       work: computes the figures of one config; see `jaxlc.search.runner`.
@@ -232,8 +239,9 @@ def run(
     path = out / ROWS
     make_writable(out, "use another working directory, or another --out of a sweep")
     about = about | dict(jax=importlib.metadata.version("jax"))
-    keys = [  # the whole config, and the columns that all rows share
-        fingerprint_of(json.dumps([to_dict(point.config), about], sort_keys=True))
+    others = about | _environment()
+    keys = [  # the whole config, the columns that all rows share, and the environment
+        fingerprint_of(json.dumps([to_dict(point.config), others], sort_keys=True))
         for point in points
     ]
     rows = {row["key"]: row for row in read_json_lines(path)}
@@ -248,8 +256,9 @@ def run(
         def add(key: str, figures: Row) -> None:
             settings = new[key].columns() | dict(overrides=new[key].overrides)
             rows[key] = dict(key=key) | about | settings | figures
-            file.write(json.dumps(rows[key]) + "\n")
-            file.flush()
+            if "exit_code" not in figures:
+                file.write(json.dumps(rows[key]) + "\n")
+                file.flush()
 
         for key, point in new.items():
             try:
@@ -277,3 +286,17 @@ def run(
                 f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
             ) from None
     return [rows.get(key, STOPPED) for key in keys]
+
+
+def _environment() -> Row:
+    """What the figures of a config depend on besides it: the code of jaxlc, the packages of JAX, CUDA and kernels, and
+    the user's flags of XLA."""
+    package = Path(__file__).parents[1]
+    packages = importlib.metadata.distributions()
+    return dict(
+        code=[file_fingerprint(path) for path in sorted(package.rglob("*.py"))],
+        packages=sorted(
+            {f"{x.name} {x.version}" for x in packages if f"{x.name}".startswith(_COMPILING)}
+        ),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+    )

@@ -222,6 +222,20 @@ def test_run_other_config_adds_rows(tmp_path):
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
 
 
+def test_rows_of_other_code_packages_and_flags_are_not_used(tmp_path, monkeypatch):
+    def num_calls() -> int:
+        run(tmp_path, fakes.figures)
+        return sum(path.stat().st_size for path in tmp_path.glob("calls-*"))
+
+    assert (num_calls(), num_calls()) == (3, 3)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_memory_limit_slop_factor=160")
+    assert (num_calls(), num_calls()) == (6, 6)
+    monkeypatch.setattr(runner, "_COMPILING", ("jax", "numpy"))
+    assert (num_calls(), num_calls()) == (9, 9)
+    monkeypatch.setattr(runner, "file_fingerprint", lambda path: "other")
+    assert (num_calls(), num_calls()) == (12, 12)
+
+
 @pytest.mark.parametrize("work, status, reason", [
     (fakes.killed_at_context_2, "failed",
      "the process was killed by SIGKILL (possibly out of host memory); its last output: allocating the logits"),
@@ -234,7 +248,9 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     # (1, 4) is fast and does not fit
     assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
-    assert len(written(tmp_path)) == 3
+    has_died = "process" in reason
+    assert len(written(tmp_path)) == 3 - has_died
+    assert (run(tmp_path, fakes.figures)[-1]["status"] == "done") == has_died
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
 
 
