@@ -33,7 +33,13 @@ from jaxlc.models.lora import LORA, frozen_names
 
 # The module of experts in transformers 5, and the last of its parameters for which peft wraps it.
 _EXPERTS, _LAST_PARAM = "mlp.experts", "down_proj"
-_WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
+# Families -> modules that cannot have adapters of peft, and why.
+_OUT_PROJ = "out_proj", "peft 0.21 refuses"  # kernels read the weights of the module
+_REFUSED_MODULES = dict(
+    falcon_h1=_OUT_PROJ,
+    nemotron_h=_OUT_PROJ,
+    afmoe=("gate_proj", "are gates of attention and of feed-forward blocks"),
+)
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Fields of adapter_config.json with which adapters compute something else, or have other tensors.
@@ -125,10 +131,11 @@ def write_adapters(
             " (model.tie_embeddings); export without --adapters"
         )
     modules = _modules(config.lora.projections, layouts)
-    if family.model_type in _WITHOUT_OUT_PROJ and "out_proj" in {x.end for x in modules}:
+    refused, reason = _REFUSED_MODULES.get(family.model_type, ("", ""))
+    if refused in {x.end for x in modules}:
         raise Unsupported(
-            f"unsupported: adapters for peft of 'attention_projected' in models of type {family.model_type}, whose"
-            " modules out_proj peft 0.21 refuses; export without --adapters"
+            f"unsupported: these adapters for peft in models of type {family.model_type}, whose modules {refused}"
+            f" {reason}; export without --adapters"
         )
     targets = set[str]()
     parameters = set[str]()

@@ -4,6 +4,7 @@ arXiv:2312.03732).
 
     projection            a                   b
     query                 [D, R]              [R, N, H]      2H with an output gate
+    attention_gate        [D, R]              [R, N, H]
     key, value            [D, R]              [R, K, H]
     attention_projected   [N, H, R]           [R, D]
     mlp_gate, mlp_up      [D, R]              [R, F]      of dense layers and of shared experts

@@ -398,7 +398,7 @@ def _dims_of(layer: LayerConfig, config: Config) -> _Dims:
     latent = (mixer for mixer in mixers_of(layer).values() if "key_value" in mixer.projections)
     mixer = next(latent, None)
     if mixer is None:
-        return _Dims(sizes.num_heads * sizes.query_dim / tensor, *[2 * key] * 3, *others)
+        return _Dims(sizes.num_heads * sizes.gated_dim / tensor, *[2 * key] * 3, *others)
     dims = {
         name: matrices[path].size / layer.model_dim / tensor
         for name, path in mixer.projections.items()

@@ -196,6 +196,10 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
             dict(kinds=dict(full=dict(head_dim=-2))),
             "-2 for config.model.kinds.full.head_dim: expected at least 0",
         ),
+        (
+            dict(attention=dict(gate_projection=True)),
+            "config.model.attention.gate_projection=True needs config.model.attention.gate=True",
+        ),
         (dict(kinds=dict(full=dict(head_dim=7))), "config.model.kinds.full.head_dim=7 is odd"),
         (
             dict(kinds=dict(full=dict(num_heads=3))),

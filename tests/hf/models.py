@@ -194,6 +194,10 @@ FALCON_NAMES = {
 
 # of experts, by model_type: names in most families -> in released files
 RELEASED_NAMES = {
+    "afmoe": {
+        "gate.e_score_correction_bias": "expert_bias",
+        "mlp.gate.": "mlp.router.gate.",
+    },
     "exaone_moe": {"gate.e_score_correction_bias": "e_score_correction_bias"},
     "hy_v3": {
         "gate.e_score_correction_bias": "expert_bias",
@@ -753,6 +757,44 @@ CASES: dict[str, Case] = {
         dense_layers=(0,),
         mixers={FULL: "nope"},
     ),
+    "afmoe": Case(  # with the fields and tensors of released files
+        config=_config(
+            "afmoe",
+            "AfmoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=None,
+            layer_types=[SLIDING, SLIDING, FULL],
+            global_attn_every_n_layers=3,
+            sliding_window=12,
+            num_dense_layers=1,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=2,
+            moe_intermediate_size=24,
+            n_group=1,
+            topk_group=1,
+            num_expert_groups=1,
+            num_limited_groups=1,
+            load_balance_coeff=0.001,
+            route_norm=True,
+            route_scale=1.5,
+            score_func="sigmoid",
+            mup_enabled=True,
+            use_grouped_mm=True,
+        ),
+        norms={
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "attention_post_norm",
+            "pre_mlp_layernorm": "mlp_norm",
+            "post_mlp_layernorm": "mlp_post_norm",
+        },
+        qk_norm="head",
+        has_gate=True,
+        group_layers=3,
+        dense_layers=(0,),
+        mixers={FULL: "nope"},
+    ),
     "cwm": Case(
         config=_config(
             "cwm",
@@ -1146,6 +1188,9 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
+    if config["model_type"] == "afmoe":
+        layer_shapes["self_attn.q_proj.weight"] = (N * H, D)
+        layer_shapes["self_attn.gate_proj.weight"] = (N * H, D)
     if config.get("hidden_act") == "relu2":
         del layer_shapes["mlp.gate_proj.weight"]
     layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}

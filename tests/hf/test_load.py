@@ -120,6 +120,11 @@ def expected_params(name, tensors=None):
         conversions |= {
             f"mlp/b_{x}": (f"mlp.{x}_proj.bias", lambda x: x) for x in ("gate", "up", "down")
         }
+    if config["model_type"] == "afmoe":
+        conversions["attention/wg"] = (
+            "self_attn.gate_proj.weight",
+            lambda x: x.T.reshape(-1, N, H),
+        )
     if case.has_sinks:
         conversions["attention/sinks"] = ("self_attn.sinks", lambda x: x)
     if case.qk_norm != "none":
@@ -164,7 +169,7 @@ def expected_params(name, tensors=None):
         names[FULL] = "latent"
     names[LINEAR] = "gated_delta_net"
     names |= {name: "full" if x == "rope" else x for name, x in case.mixers.items()}
-    if config["model_type"] == "exaone_moe":  # each kind has its own stack
+    if config["model_type"] in ("afmoe", "exaone_moe"):  # each kind has its own stack
         kinds = [(name, is_dense) for name, (_, is_dense) in zip(config["layer_types"], kinds)]
         mixers[SLIDING] = mixers[FULL]
         names[SLIDING] = "sliding"

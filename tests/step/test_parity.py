@@ -140,6 +140,8 @@ def test_more_tensor_ranks_than_kv_heads_equals_one_device():
 # cover pairs of a strategy with whole groups of layers and with last layers, and pairs of remat settings with both.
 _ONE_DOCUMENT = dict(attention=dict(document_mask=False), model=dict(num_layers=3))
 _PACKED = dict(model=dict(num_layers=4))
+# a gate of attention with a projection of its own
+OWN_GATE = dict(attention=dict(gate=True, gate_projection=True))
 KINDS = [
     ("ring", dict(context=4, tensor=2), _PACKED, dict(remat="attention")),
     ("ring", dict(context=4, fsdp=2), _ONE_DOCUMENT, dict(remat="full", layers_per_remat_group=3)),
@@ -189,9 +191,7 @@ MIXED_CASES = [
     (
         "ring",
         dict(context=2, tensor=4),
-        dict(
-            num_layers=4, layer_kinds=("sliding", "wide"), attention_sinks=True, attention_gate=True
-        ),
+        dict(num_layers=4, layer_kinds=("sliding", "wide"), attention_sinks=True, **OWN_GATE),
         dict(remat="full", tile_tokens=24),
     ),
 ]

@@ -40,6 +40,8 @@ class AttentionSettings:
     # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
     # computes the gate as well, as in Qwen 3.5.
     gate: bool = False
+    # the gate has a projection of its own instead, attention_gate, as in Trinity of Arcee
+    gate_projection: bool = False
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs,
     # or "attention_multiplier" to the power -2. 0: head_dim.
     query_scale_dim: float = 0.0
@@ -51,7 +53,12 @@ class AttentionSettings:
 
     @property
     def query_dim(self) -> int:
-        """The width of a head in the query projection: head_dim, and as much for the gate."""
+        """The width of a head in the query projection: head_dim, and as much for a gate that it computes."""
+        return 2 * self.head_dim if self.gate and not self.gate_projection else self.head_dim
+
+    @property
+    def gated_dim(self) -> int:
+        """The width of a query head and its gate."""
         return 2 * self.head_dim if self.gate else self.head_dim
 
 
@@ -72,26 +79,30 @@ class AttentionKind(Mixer, HasRope):
     sizes = ("attention.num_heads", "attention.num_kv_heads", "attention.head_dim")
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkv"),
+        LayerTensor("wg", "self_attn.gate_proj.weight", 1),
         *(LayerTensor(f"b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
         *(LayerTensor(f"{x}_norm/scale", f"self_attn.{x}_norm.weight") for x in "qk"),
         LayerTensor("sinks", "self_attn.sinks"),
         LayerTensor("wo", "self_attn.o_proj.weight", 2),
     )
-    projections = PROJECTIONS
+    projections = PROJECTIONS | dict(attention_gate="wg")
     saved = ("query", "key", "value", "attention_out", "attention_lse", "attention_projected")
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """wq [D, N, H], or [D, N, 2H] with a gate: first q, then the gate; wk and wv [D, K, H]; wo
-        [N, H, D].
+        """wq [D, N, H], or [D, N, 2H] with a gate: first q, then the gate; wg [D, N, H], the projection
+        of the gate; wk and wv [D, K, H]; wo [N, H, D].
         """
         sizes = layer.section(AttentionSettings)
         model = dict(model=layer.model_dim)
         key_value = dict(kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
+        heads = dict(heads=sizes.num_heads, head_dim=sizes.head_dim)
+        gate = dict(wg=Matrix(model, heads)) if sizes.gate_projection else {}
         return dict(
-            wq=Matrix(model, dict(heads=sizes.num_heads, head_dim=sizes.query_dim)),
+            wq=Matrix(model, heads | dict(head_dim=sizes.query_dim)),
             wk=Matrix(model, key_value),
             wv=Matrix(model, key_value),
-            wo=Matrix(dict(heads=sizes.num_heads, head_dim=sizes.head_dim), model),
+            **gate,
+            wo=Matrix(heads, model),
         )
 
     def num_vector_entries(self, layer: Layer) -> int:
@@ -117,7 +128,7 @@ class AttentionKind(Mixer, HasRope):
         # fewer heads than ranks are repeated
         key_dim = max(sizes.num_kv_heads, config.mesh.tensor) * sizes.head_dim
         values = dict(
-            query=sizes.num_heads * sizes.query_dim,
+            query=sizes.num_heads * sizes.gated_dim,
             key=key_dim,
             value=key_dim,
             attention_out=sizes.num_heads * sizes.head_dim,
@@ -133,6 +144,8 @@ class AttentionKind(Mixer, HasRope):
                 f"{prefix}.num_heads={sizes.num_heads} is not a multiple of num_kv_heads={sizes.num_kv_heads};"
                 " every key/value head serves the same number of query heads"
             )
+        if sizes.gate_projection and not sizes.gate:
+            yield "config.model.attention.gate_projection=True needs config.model.attention.gate=True"
         if sizes.head_dim % 2:
             yield f"{prefix}.head_dim={sizes.head_dim} is odd, and RoPE rotates pairs; use {sizes.head_dim + 1}"
 

@@ -64,7 +64,7 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
         "rotary_dim", "mamba_d_ssm", "moe_latent_size", "moe_shared_expert_intermediate_size",
         "r", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     ),
-    Layers: ("num_hidden_layers", "full_attention_interval"),
+    Layers: ("num_hidden_layers", "full_attention_interval", "global_attn_every_n_layers"),
     Positive: (
         "max_position_embeddings", "original_max_position_embeddings", "factor",
         "rope_theta", "rope_local_base_freq", "attention_multiplier",
@@ -74,7 +74,7 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
     ),
     int: (
         "sliding_window", "no_rope_layer_interval", "max_window_layers",
-        "n_shared_experts", "num_shared_experts", "first_k_dense_replace",
+        "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "num_dense_layers",
     ),
     float: (
         "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast",

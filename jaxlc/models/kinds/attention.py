@@ -167,6 +167,7 @@ class Attention(SoftmaxAttention):
         self.bo = bias_vector(sizes.out_bias, bias=model.model_dim)
         self.sinks = nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if sizes.sinks else None
         self.has_gate = sizes.gate
+        self.has_gate_projection = sizes.gate_projection
         self.q_norm = _qk_norm(model, heads=N)
         self.k_norm = _qk_norm(model, kv_heads=K)
 
@@ -179,7 +180,10 @@ class Attention(SoftmaxAttention):
         q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, shard=shard))
         q_BTNH = add_bias(q_BTNH, self.bq)
         gate_BTNH = None
-        if self.has_gate:
+        if self.has_gate_projection:
+            gate_BTNH = self.project("attention_gate", "BTD,DNH->BTNH", x_BTD, shard=shard)
+            gate_BTNH = checkpoint_name(shard.heads(gate_BTNH), "query")
+        elif self.has_gate:
             # the matrix has first q, then the gate
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
             gate_BTNH = checkpoint_name(gate_BTNH, "query")

@@ -12,6 +12,8 @@
 - Hy3 (hy_v3): a dense layer, then layers of experts with a sigmoid router and a shared expert
 - K-EXAONE (exaone_moe): the same, in groups of three sliding layers and one without position
   embedding
+- Trinity of Arcee (afmoe): the same, with norms before and after each block, and a gate of attention
+  with a projection of its own
 - gpt-oss (gpt_oss): experts with biases, attention sinks, sliding and full layers in turn. Released
   files have experts in MXFP4 (`jaxlc.hf.files`); exports have all weights in one data type
 """
@@ -21,6 +23,7 @@ import functools
 from typing import Any
 
 from jaxlc.config.kinds import experts
+from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families.dense import (
     EXAONE4,
     MINISTRAL3,
@@ -447,6 +450,16 @@ def _write_shared(model: ModelConfig) -> dict[str, Any]:
     return dict(num_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim)
 
 
+def _router_gate_tensors(shared: str) -> tuple[LayerTensor, ...]:
+    """Of experts with a module `router`, and a shared expert in the module `shared`."""
+    return (
+        experts.TENSORS[0]._replace(name="mlp.router.gate.weight"),
+        *experts.TENSORS[1:],
+        experts.CHOICE_BIAS._replace(name="mlp.expert_bias"),
+        *experts.shared_tensors(shared),
+    )
+
+
 HY_V3 = dataclasses.replace(
     GLM4_MOE,
     model_type="hy_v3",
@@ -490,14 +503,7 @@ HY_V3 = dataclasses.replace(
         "use_grouped_mm",
         "eod_token_id",
     ),
-    feed_forward_tensors=dict(
-        experts=(
-            experts.TENSORS[0]._replace(name="mlp.router.gate.weight"),
-            *experts.TENSORS[1:],
-            experts.CHOICE_BIAS._replace(name="mlp.expert_bias"),
-            *experts.shared_tensors("shared_mlp"),
-        )
-    ),
+    feed_forward_tensors=dict(experts=_router_gate_tensors("shared_mlp")),
     tensor_aliases=(
         *experts.STACKED_LINEAR_TENSORS,
         _CHOICE_BIAS,
@@ -568,4 +574,68 @@ EXAONE_MOE = dataclasses.replace(
         kind: dict(attention=attention, feed_forward="dense")
         for kind, attention in _EXAONE_DENSE.items()
     },
+)
+
+
+def _afmoe_read_kinds(config: Fields) -> list[str]:
+    """Full layers have no position embedding."""
+    every = config.get("global_attn_every_n_layers") or 4
+    kinds = read_layer_types(config, ["sliding"] * (every - 1) + ["full"])
+    own = ["nope" if kind == "full" else kind for kind in kinds]
+    return _with_blocks(config, own, config.get("num_dense_layers", 1))
+
+
+def _afmoe_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    blocks = [model.layer_config(kind).feed_forward for kind in model.kinds_of_layers]
+    return write_masks(model) | dict(num_dense_layers=blocks.count("dense"))
+
+
+AFMOE = dataclasses.replace(
+    EXAONE_MOE,
+    model_type="afmoe",
+    architecture="AfmoeForCausalLM",
+    read_kinds=_afmoe_read_kinds,
+    write_kinds=_afmoe_write_kinds,
+    settings={
+        **_SIGMOID_ROUTER,
+        "attention.qk_norm": "head",
+        "attention.gate": True,
+        "attention.gate_projection": True,
+        "experts.renormalize": True,
+        "norm_placement": "pre_and_post",
+    },
+    fields={
+        "attention_bias": "attention.qkv_bias",
+        **EXPERT_FIELDS,
+        "route_scale": "experts.scale",
+        "mup_enabled": "scale_embeddings",
+    },
+    defaults=dict(
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        sliding_window=1024,
+        num_experts=64,
+        num_experts_per_tok=6,
+        num_shared_experts=2,
+        moe_intermediate_size=1408,
+        route_scale=1.0,
+        mup_enabled=False,
+    ),
+    required_values=dict(
+        score_func=("sigmoid",),
+        route_norm=(True,),
+        **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1,)),
+    ),
+    other_prefixes=(),
+    # the first two are read by the functions above
+    irrelevant=(
+        "global_attn_every_n_layers",
+        "num_dense_layers",
+        "load_balance_coeff",
+        "use_grouped_mm",
+        "auto_map",
+    ),
+    feed_forward_tensors=dict(experts=_router_gate_tensors("shared_experts")),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    name_parts={f"{x}_feedforward_layernorm": f"{x}_mlp_layernorm" for x in ("pre", "post")},
 )
