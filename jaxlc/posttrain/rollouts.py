@@ -24,6 +24,7 @@ from jaxlc.core.errors import require
 from jaxlc.core.files import (
     Arrays,
     displayed,
+    file_fingerprint,
     fingerprint_of,
     local_path,
     replacing,
@@ -71,11 +72,14 @@ class Rollouts(DataSource):
             [(sha256_of(prompt.ids.tobytes()), prompt.record) for prompt in part]
             for part in (prompts, eval_prompts)
         ]
+        functions = config.rollouts.reward, config.rollouts.agent
+        files = [local_path(name.rpartition(":")[0]) for name in functions]
+        code = [file_fingerprint(file) for file in files if file.is_file()]
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
             # the files are in the order of the steps
-            fingerprint=f"rollouts {fingerprint_of(digests)}",
+            fingerprint=f"rollouts {fingerprint_of((digests, code))}",
             description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
             warnings=(*warnings, *more),
             workdir=inputs.workdir,

@@ -590,13 +590,16 @@ def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path,
 
 
 def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
-    """Also with other prompts for evaluation, or other fields that rewards depend on."""
+    """Also with other prompts for evaluation, other fields that rewards depend on, or another
+    reward in the same file.
+    """
     workdir = shutil.copytree(rollouts["workdir"], tmp_path / "run")
     prompts = tmp_path / "prompts.jsonl"
     lines = Path(rollouts["settings"]["rollouts__prompts"]).read_text()
     prompts.write_text(lines.replace("0.5", "0.25"))
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(dict(prompt=PROMPTS[0], bonus=0.5)) + "\n")
+    (tmp_path / "reward.py").write_text(f"{REWARD}\n# changed\n")
     outputs = [
         train(rollouts["config"], workdir, **rollouts["settings"] | changes)
         for changes in (
@@ -604,10 +607,11 @@ def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
             dict(rollouts__prompts=other, rollouts__prompts_per_step=1),
             dict(rollouts__prompts=prompts),
             dict(rollouts__eval_prompts=prompts),
+            dict(rollouts__reward=f"{tmp_path / 'reward.py'}:reward"),
         )
     ]
     changed = ["training continues with different seq" in x for x in outputs]
-    assert changed == [False, True, True, True]
+    assert changed == [False, True, True, True, True]
 
 
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):

@@ -285,8 +285,9 @@ def resume_lines(
         )
     if meta["corpus"] != fingerprint:
         lines.append(
-            "the corpus or the prompts, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that"
-            " checkpoint: training continues with different sequences, from the same sequence index"
+            "the corpus, or the prompts and the files of their reward and agent, the tokenizer, data.seq_len,"
+            " data.eval_fraction or data.seed changed since that checkpoint: training continues with different"
+            " sequences, from the same sequence index"
         )
     if config.profile.steps and config.profile.traced_steps[-1] <= step:
         lines.append(
