@@ -858,6 +858,46 @@ CASES: dict[str, Case] = {
         ),
         biases="qkvo",
     ),
+    "glm4": Case(
+        config=_config(
+            "glm4",
+            "Glm4ForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=10000.0,
+            rope_scaling=YARN_ROPE,
+            max_position_embeddings=256,
+            partial_rotary_factor=0.5,
+            attention_bias=True,
+        ),
+        norms={
+            "input_layernorm": "attention_norm",
+            "post_self_attn_layernorm": "attention_post_norm",
+            "post_attention_layernorm": "mlp_norm",
+            "post_mlp_layernorm": "mlp_post_norm",
+        },
+        biases="qkv",
+    ),
+    "glm": Case(
+        config=_config(
+            "glm",
+            "GlmForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=10000.0,
+            partial_rotary_factor=0.5,
+            attention_bias=True,
+        ),
+        biases="qkv",
+    ),
+    "ernie4_5": Case(
+        config=_config(
+            "ernie4_5",
+            "Ernie4_5ForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=10000.0,
+            use_bias=False,
+            compression_ratio=1.0,
+        ),
+    ),
     "phi3": Case(  # the fields of Phi-4-mini
         config=_config(
             "phi3",
@@ -1197,8 +1237,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if config.get("mlp_bias"):
         for name in [x for x in layer_shapes if x.startswith("mlp.")]:
             layer_shapes[name.replace("weight", "bias")] = layer_shapes[name][:1]
-    if config["model_type"] == "phi3":
-        layer_shapes = _with_fused_projections(layer_shapes)
+    if config["model_type"] in FUSED:
+        layer_shapes = _with_fused_projections(layer_shapes, FUSED[config["model_type"]])
     for x in CASES[case].biases:
         layer_shapes[f"self_attn.{x}_proj.bias"] = layer_shapes[f"self_attn.{x}_proj.weight"][:1]
     if CASES[case].has_sinks:
@@ -1239,14 +1279,18 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     }
 
 
+# model_type -> one tensor for gate and up projection, and one for queries, keys and values
+_GATE_UP = {"mlp.gate_up_proj.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")]}
+FUSED = {
+    "glm": _GATE_UP,
+    "glm4": _GATE_UP,
+    "phi3": _GATE_UP | {"self_attn.qkv_proj.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"]},
+}
+
+
 def _with_fused_projections(
-    layer_shapes: dict[str, tuple[int, ...]],
+    layer_shapes: dict[str, tuple[int, ...]], fused: dict[str, list[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """One tensor for queries, keys and values, and one for gate and up projection."""
-    fused = {
-        "self_attn.qkv_proj.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
-        "mlp.gate_up_proj.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
-    }
     shapes = dict(layer_shapes)
     for whole, parts in fused.items():
         rows, columns = zip(*map(shapes.pop, parts))

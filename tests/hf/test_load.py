@@ -41,6 +41,7 @@ from tests.hf.models import (
     CASES,
     FALCON_NAMES,
     FULL,
+    FUSED,
     LINEAR,
     LLAMA3_ROPE,
     RELEASED_NAMES,
@@ -104,12 +105,16 @@ def expected_params(name, tensors=None):
             f"self_attn.{x}_proj.bias",
             functools.partial(np.reshape, shape=shapes[x]),
         )
-    if config["model_type"] == "phi3":
+    if config["model_type"] in FUSED:
         conversions |= {
-            "attention/wq": ("self_attn.qkv_proj.weight", lambda x: x[: N * H].T.reshape(D, N, H)),
             "mlp/w_gate": ("mlp.gate_up_proj.weight", lambda x: x[: len(x) // 2].T),
             "mlp/w_up": ("mlp.gate_up_proj.weight", lambda x: x[len(x) // 2 :].T),
         }
+    if config["model_type"] == "phi3":
+        conversions["attention/wq"] = (
+            "self_attn.qkv_proj.weight",
+            lambda x: x[: N * H].T.reshape(D, N, H),
+        )
         for i, x in enumerate("kv"):
             first = (N + i * K) * H
             conversions[f"attention/w{x}"] = (

@@ -1,5 +1,7 @@
 """RoPE against float64, at positions where float32 angles are wrong."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from jaxlc.config.models.model_schema import model_from
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.models.contract import Rotation
 from jaxlc.models.kinds import stacked_tables
+from jaxlc.models.kinds.attention import SoftmaxAttention
 from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
 from tests.models.plain_rope import SCALINGS, plain_rope, scaled_model
 
@@ -153,6 +157,30 @@ def test_apply_rope_computes_in_float32_and_keeps_dtype():
     assert got.dtype == jnp.bfloat16
     exact = apply_rope(x.astype(jnp.float32), positions, rope_tables(model, "full", 16))
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+
+
+def test_interleaved_rope_rotates_neighboring_dimensions():
+    """Of a part of a head: scores equal products of complex numbers, and of the other dimensions."""
+    model = model_from(PRESETS["tiny"].by_path | {"rope.fraction": 0.5})
+    tables = rope_tables(model, "full", 64)
+    dim = model.rotated_dim
+    mixer = SimpleNamespace(is_interleaved=True)
+    positions = np.arange(64)
+    x_TH, y_TH = _x(64, model.attention.head_dim), _x(64, model.attention.head_dim)[::-1]
+    q_TH, k_TH = (
+        SoftmaxAttention.rotated(mixer, x[None, :, None], Rotation(positions[None], tables))[
+            0, :, 0
+        ]
+        for x in (x_TH, y_TH)
+    )
+
+    def complex_pairs(x):
+        pairs = x[:, :dim:2] + 1j * x[:, 1:dim:2]
+        return pairs * np.exp(1j * np.outer(positions, rope_frequencies(model, "full", 64)[0]))
+
+    expected = (complex_pairs(x_TH) @ complex_pairs(y_TH).conj().T).real
+    expected += x_TH[:, dim:] @ y_TH[:, dim:].T
+    np.testing.assert_allclose(q_TH @ k_TH.T, expected, rtol=0, atol=1e-4)
 
 
 def test_rope_tables_are_small():

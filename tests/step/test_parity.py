@@ -403,7 +403,7 @@ def test_model_variants_equal_one_device():
         residual_multiplier=0.4,
         logits_scaling=1.7,
         attention_out_bias=True,
-        attention_gate=True,
+        attention=dict(gate=True, interleaved=True),
         zero_centered_norm=True,
         rope_fraction=0.5,
         rope_scaling="llama3",

@@ -42,6 +42,8 @@ class AttentionSettings:
     gate: bool = False
     # the gate has a projection of its own instead, attention_gate, as in Trinity of Arcee
     gate_projection: bool = False
+    # RoPE rotates the pairs (x[2i], x[2i + 1]) instead of (x[i], x[i + R/2]), as in GLM 4
+    interleaved: bool = False
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs,
     # or "attention_multiplier" to the power -2. 0: head_dim.
     query_scale_dim: float = 0.0

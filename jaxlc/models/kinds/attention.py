@@ -54,6 +54,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         # Attention divides its logits by sqrt(head_dim).
         sizes = model.attention
         scale_dim = sizes.query_scale_dim or sizes.head_dim
+        self.is_interleaved = sizes.interleaved
         self.query_multiplier = (sizes.head_dim / scale_dim) ** 0.5
         self.query_scale = functools.partial(query_scale, model) if model.rope.query_beta else None
 
@@ -73,6 +74,15 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         if self.query_scale is not None and rotation.tables is not None:
             factor *= self.query_scale(rotation.positions_BT)
         return scaled(q_BTNH, factor)
+
+    def rotated(self, x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+        """Queries or keys with RoPE. Interleaved pairs are put into the half-split order, of both."""
+        if self.is_interleaved and rotation.tables is not None:
+            dim = 2 * rotation.tables.low_cos.shape[-1]
+            pairs = x_BTNH[..., :dim].reshape(*x_BTNH.shape[:-1], -1, 2)
+            halves = pairs.swapaxes(-1, -2).reshape(*x_BTNH.shape[:-1], dim)
+            x_BTNH = jnp.concatenate([halves, x_BTNH[..., dim:]], axis=-1)
+        return apply_rope(x_BTNH, *rotation)
 
     @property
     def sinks_N(self) -> jax.Array | None:
@@ -190,7 +200,7 @@ class Attention(SoftmaxAttention):
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
         q_BTNH = self.scaled_queries(q_BTNH, rotation)
-        return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
+        return checkpoint_name(self.rotated(q_BTNH, rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
     def keys_values(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> KeysValues:
@@ -203,7 +213,7 @@ class Attention(SoftmaxAttention):
         v_BTKH = add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
-        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(
+        return checkpoint_name(self.rotated(k_BTKH, rotation), "key"), checkpoint_name(
             v_BTKH, "value"
         )
 

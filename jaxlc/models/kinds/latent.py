@@ -30,7 +30,7 @@ from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
 from jaxlc.models.matmuls import in_use
-from jaxlc.models.rope import apply_rope, query_factor
+from jaxlc.models.rope import query_factor
 from jaxlc.sharding.rules import Sharder
 
 
@@ -67,7 +67,7 @@ class LatentAttention(SoftmaxAttention):
         own, rotated = jnp.split(
             self.scaled_queries(shard.heads(q_BTNH), rotation), [self.own_dim], -1
         )
-        q_BTNH = jnp.concatenate([own, self._rotated(rotated, rotation)], axis=-1)
+        q_BTNH = jnp.concatenate([own, self.rotated(rotated, rotation)], axis=-1)
         return checkpoint_name(q_BTNH, "query"), None
 
     def operands(
@@ -102,7 +102,7 @@ class LatentAttention(SoftmaxAttention):
         """The normed latents and the rotated part of the keys, [B, T, R + P]."""
         latent_BTL = self.project("latent", "BTD,DL->BTL", x_BTD, shard=shard)
         latent_BTL, shared_BTP = jnp.split(shard.gathered(latent_BTL), [self.rank], axis=-1)
-        shared_BT1P = self._rotated(shared_BTP[:, :, None], rotation)
+        shared_BT1P = self.rotated(shared_BTP[:, :, None], rotation)
         latent_BTC = jnp.concatenate([self.kv_norm(latent_BTL), shared_BT1P[:, :, 0]], axis=-1)
         return checkpoint_name(latent_BTC, "latent")
 
@@ -115,13 +115,6 @@ class LatentAttention(SoftmaxAttention):
         v_BTNV = checkpoint_name(v_BTNV, "value")
         v_BTNH = _padded(v_BTNV, k_BTNH.shape[-1] - self.value_dim)
         return checkpoint_name(shard.heads(k_BTNH), "key"), v_BTNH
-
-    def _rotated(self, x_BTNP: jax.Array, rotation: Rotation) -> jax.Array:
-        """With RoPE. Interleaved pairs are put into the half-split order, of queries and of keys."""
-        if self.is_interleaved:
-            pairs = x_BTNP.reshape(*x_BTNP.shape[:-1], -1, 2)
-            x_BTNP = pairs.swapaxes(-1, -2).reshape(x_BTNP.shape)
-        return apply_rope(x_BTNP, *rotation)
 
     @jax.named_scope(scopes.ATTENTION)
     def projected(self, out_BTNV: jax.Array, kept: None, *, shard: Sharder) -> jax.Array:

@@ -7,6 +7,8 @@
 - EXAONE 4 (exaone4): groups of three sliding layers and one without position embedding, or full
   layers only
 - Gemma 3 (gemma3): groups of five sliding layers and a full one
+- ERNIE 4.5 (ernie4_5): Llama with interleaved RoPE
+- GLM 4 (glm, glm4): interleaved RoPE of half of a head; glm4 has norms before and after each block
 - Granite 3 (granite): Llama with multipliers of embeddings, block outputs, attention logits and
   logits
 - Mistral 7B and other Mistral models (mistral): a sliding window in all layers or none
@@ -319,6 +321,50 @@ PHI3 = Family(
         interpolate_factor=(1,),
     ),
     irrelevant=("auto_map",),
+)
+
+
+GLM = Family(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    settings={"attention.interleaved": True, "attention.out_bias": False},
+    fields={"attention_bias": "attention.qkv_bias"},
+    defaults=dict(
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-7,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+    ),
+    tensor_names=dict(dense=PHI3.tensor_names["dense"]),
+)
+
+
+GLM4 = dataclasses.replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    settings={**GLM.settings, "norm_placement": "pre_and_post"},
+    name_parts=dict(
+        post_attention_layernorm="post_self_attn_layernorm",
+        pre_feedforward_layernorm="post_attention_layernorm",
+        post_feedforward_layernorm="post_mlp_layernorm",
+    ),
+)
+
+
+ERNIE4_5 = Family(
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    settings={"attention.interleaved": True},
+    defaults=dict(
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        tie_word_embeddings=True,
+    ),
+    required_values=dict(use_bias=(False,), compression_ratio=(1,)),
 )
 
 

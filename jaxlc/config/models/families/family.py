@@ -36,7 +36,7 @@ _COMMON = (
     *("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias"),
     "experts.latent_dim",
     *(f"attention.{name}" for name in ("qk_norm", "qkv_bias", "out_bias", "sinks")),
-    *("attention.gate", "attention.gate_projection"),
+    *("attention.gate", "attention.gate_projection", "attention.interleaved"),
     *(f"delta_net.{x}" for x in ("norm_placement", "norm_epsilon", "negative_eigenvalues")),
 )
 # Settings of ModelConfig that are equal in all models of a family, with the values that most
