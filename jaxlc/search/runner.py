@@ -35,12 +35,8 @@ if TYPE_CHECKING:
     from jaxlc.plan.result import Plan
 
 _TIMED_STEPS = 5
-_COMPILING = (
-    "jax",
-    "nvidia-",
-    "dew-flash-attn",
-    "tokamax",
-)  # packages on which a compiled step depends
+# how the names of packages on which a compiled step depends begin
+_COMPILING = ("jax", "nvidia-", "dew-flash-attn", "tokamax")
 _TIMES = (  # columns, of `Prediction` and of `Memory`
     "step_seconds", "tokens_per_second_per_device", "mfu_causal", "recomputed_share", "exposed_communication_seconds",
     "exposed_host_copy_seconds", "bound_by",
@@ -225,7 +221,8 @@ def run(
     is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
-    The file has no rows of processes that died, which may have had a cause outside, nor uses those of other code.
+    Rows of processes that died are not in the file, so that the same command repeats them. Rows of other code, packages
+    or flags of XLA have other keys.
 
     Args:
       work: computes the figures of one config; see `jaxlc.search.runner`.
