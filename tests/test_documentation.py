@@ -26,6 +26,7 @@ import pytest
 
 from jaxlc.cli import VERBS
 from jaxlc.config.command_line import parse
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -426,3 +427,13 @@ def test_failing_block_is_reported(checkout):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 165
+
+
+def test_supported_models_are_the_families():
+    _, _, section = (ROOT / "docs/pretrained.md").read_text().partition("## Supported models")
+    table, _, _ = section.strip().partition("\n\n")
+    first_columns = [row.split("|")[1] for row in table.splitlines()[2:]]
+    names = [name for column in first_columns for name in re.findall(r"`(\w+)`", column)]
+    assert sorted(names) == sorted(FAMILIES)
+    words = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Supported are [{len(FAMILIES)} model types]" in words

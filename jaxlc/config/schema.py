@@ -168,8 +168,8 @@ class LoraConfig:
     # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
     # kimi_delta layers also delta_step, decay_down, decay_up, gate_down and gate_up; in latent layers query or
     # query_down and query_up, latent, key_value; in layers of experts expert_gate, expert_up, expert_down, an adapter
-    # for each expert. mlp_gate, mlp_up and mlp_down are those of dense layers and of shared experts; attention_gate is
-    # the one of model.attention.gate_projection.
+    # for each expert; with model.attention.gate_projection also attention_gate. mlp_gate, mlp_up and mlp_down are in
+    # dense layers and in shared experts.
     projections: tuple[str, ...] = MATMUL_NAMES
     # directory of adapters that peft or jaxlc export --adapters wrote, to start from instead of random ones
     # (docs/lora.md). The other settings of lora must be equal to theirs

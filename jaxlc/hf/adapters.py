@@ -132,10 +132,11 @@ def write_adapters(
         )
     modules = _modules(config.lora.projections, layouts)
     refused, reason = _REFUSED_MODULES.get(family.model_type, ("", ""))
-    if refused in {x.end for x in modules}:
+    paths = [path for module in modules if module.end == refused for path in module.columns]
+    if names := [x for x in config.lora.projections for y in paths if y.endswith(_endings([x]))]:
         raise Unsupported(
-            f"unsupported: these adapters for peft in models of type {family.model_type}, whose modules {refused}"
-            f" {reason}; export without --adapters"
+            f"unsupported: adapters for peft of {', '.join(dict.fromkeys(names))} in models of type"
+            f" {family.model_type}, whose modules {refused} {reason}; export without --adapters"
         )
     targets = set[str]()
     parameters = set[str]()
@@ -155,8 +156,8 @@ def write_adapters(
     # not save_file, whose error for a full disk is no OSError
     (target / WEIGHTS_FILE).write_bytes(save(tensors))
     # the other parts of a model with images may have modules of these names
-    names = sorted(targets)
-    regex = rf"{re.escape(prefix)}.*\.({'|'.join(names)})" if targets and prefix else ""
+    ends = sorted(targets)
+    regex = rf"{re.escape(prefix)}.*\.({'|'.join(ends)})" if targets and prefix else ""
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
@@ -164,7 +165,7 @@ def write_adapters(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=regex or names,
+        target_modules=regex or ends,
         target_parameters=sorted(parameters) or None,
         **_patterns(config, modules),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,

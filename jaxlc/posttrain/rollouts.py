@@ -6,12 +6,14 @@ rollouts, on the mesh or on a server (`generation.rollouts`).
 """
 
 import functools
+import importlib.util
 import itertools
 import shlex
 import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +74,7 @@ class Rollouts(DataSource):
             [(sha256_of(prompt.ids.tobytes()), prompt.record) for prompt in part]
             for part in (prompts, eval_prompts)
         ]
-        functions = config.rollouts.reward, config.rollouts.agent
-        files = [local_path(name.rpartition(":")[0]) for name in functions]
-        code = [file_fingerprint(file) for file in files if file.is_file()]
+        code = [code_fingerprint(x) for x in (config.rollouts.reward, config.rollouts.agent)]
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
@@ -253,6 +253,18 @@ class RolloutSequences:
                         f"waiting for the rollouts of step {step} for {waited:.0f} s: {displayed(path)}"
                     )
             time.sleep(_POLL_SECONDS)
+
+
+def code_fingerprint(name: str) -> str:
+    """The fingerprint of the file of FILE.py:FUNCTION or MODULE:FUNCTION; "" if there is none."""
+    place, _, _ = name.rpartition(":")
+    if place and not place.endswith(".py"):
+        spec = None
+        with suppress(Exception):  # of a package that contains the module; its import reports them
+            spec = importlib.util.find_spec(place)
+        place = (spec and spec.origin) or ""
+    path = local_path(place)
+    return file_fingerprint(path) if path.is_file() else ""
 
 
 def write_rollouts(records: Sequence[Mapping[str, Any]], path: Path) -> None:

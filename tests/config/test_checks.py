@@ -284,6 +284,10 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
         (dict(model=LATENT | dict(num_kv_heads=1)), "num_kv_heads=1 differs from num_heads=4"),
         (dict(model=LATENT | dict(qk_norm="head")), "qk_norm='head' with latent layers"),
         (
+            dict(model=LATENT | dict(attention=dict(interleaved=True))),
+            "attention.interleaved=True with latent layers",
+        ),
+        (
             dict(model=LATENT | dict(latent=LATENT["latent"] | dict(value_dim=16))),
             "value_dim=16 is more than config.model.attention.head_dim=12",
         ),

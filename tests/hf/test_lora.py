@@ -16,9 +16,10 @@ import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import defaults, load
 from jaxlc.config.kinds import projection_paths
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.adapters import WEIGHTS_FILE, adapter_settings, base_note
+from jaxlc.hf.adapters import WEIGHTS_FILE, adapter_settings, base_note, write_adapters
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -380,6 +381,19 @@ def test_adapters_that_peft_refuses_are_not_exported(tmp_path):
     jaxlc.train.run(config, tmp_path / "run", batches=batches(1))
     with pytest.raises(Unsupported, match="modules out_proj peft 0.21 refuses"):
         jaxlc.export(tmp_path / "run", tmp_path / "adapters", adapters=True)
+
+
+@pytest.mark.parametrize(("case", "projections", "words"), [
+    ("falcon_h1", ("query", "attention_projected"), "of attention_projected .* modules out_proj peft 0.21 refuses"),
+    ("afmoe", ("query", "attention_gate"), "of attention_gate .* gates of attention and of feed-forward blocks"),
+    ("afmoe", ("value", "mlp_up", "mlp_gate"), "of mlp_gate .* modules gate_proj are gates"),
+])  # fmt: skip
+def test_adapters_that_peft_cannot_have_are_not_exported(tmp_path, case, projections, words):
+    config = lora_config(write_model(tmp_path / "base", case, dtype=np.float32))
+    config.lora.projections = projections
+    family = FAMILIES[CASES[case].config["model_type"]]
+    with pytest.raises(Unsupported, match=words):
+        write_adapters(load(config), family, None, tmp_path)
 
 
 _EXPERTS = ("expert_gate", "expert_up", "expert_down")

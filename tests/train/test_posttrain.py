@@ -32,7 +32,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation.generator import Generation
 from jaxlc.generation.rollouts import PolicyRollouts
 from jaxlc.posttrain.agents import Answer, rewards_of
-from jaxlc.posttrain.rollouts import _call
+from jaxlc.posttrain.rollouts import _call, code_fingerprint
 from jaxlc.posttrain.traces import open_prompts, open_traces
 from jaxlc.train.reports.metrics import METRICS_FILE
 from jaxlc.train.reports.run_report import LOADS_FILE
@@ -612,6 +612,19 @@ def test_run_resumed_with_other_prompts_says_so(rollouts, tmp_path):
     ]
     changed = ["training continues with different seq" in x for x in outputs]
     assert changed == [False, True, True, True, True]
+
+
+def test_code_of_rewards_is_in_a_file_or_a_module(tmp_path, monkeypatch):
+    file = tmp_path / "rewarding.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    found = set()
+    for text in (REWARD, f"{REWARD}\n# changed\n"):
+        file.write_text(text)
+        codes = {code_fingerprint(f"{file}:reward"), code_fingerprint("rewarding:reward")}
+        assert len(codes) == 1
+        found |= codes
+    assert len(found) == 2 and "" not in found
+    assert code_fingerprint("") == code_fingerprint("missing.module:reward") == ""
 
 
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):

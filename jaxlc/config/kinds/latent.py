@@ -48,6 +48,10 @@ class LatentConfig:
     interleaved: bool = False
 
 
+# settings of attention that latent layers have, too
+_READ = ("num_heads", "num_kv_heads", "head_dim", "query_scale_dim", "window")
+
+
 def sends_latents(config: RunConfig) -> bool:
     """Whether a ring sends latents, which each step expands without FP8 or the copy of a node.
     Otherwise, layers compute the keys and values of all heads first.
@@ -165,9 +169,9 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         sizes = layer.section(AttentionSettings)
-        for name in ("qk_norm", "qkv_bias", "out_bias", "sinks", "gate", "output_multiplier"):
+        for name, default in vars(AttentionSettings()).items():
             value = vars(sizes)[name]
-            if str(value) not in ("False", "none", "1.0"):
+            if name not in _READ and value != default:
                 yield f"unsupported: config.model.attention.{name}={value!r} with latent layers; remove it"
         missing = [
             x for x in (*config.memory.save, *config.memory.offload) if x in ("key", "value")
