@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 422_385
+MAX_TOKENS = 422_953
 MAX_TOKENS_PER_LINE = 8.9  # of lines with code
 MAX_FILES = 250
 MIN_MEDIAN_LINES = 230

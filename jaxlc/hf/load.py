@@ -183,7 +183,9 @@ Layouts = dict[str, Layout]  # by the path of the parameter
 
 
 def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
-    """The slice of flattened dimensions; only the first of them may be cut."""
+    """The slice of flattened dimensions, of which there may be none; only the first may be cut."""
+    if not sizes:
+        return slice(0, 1)
     start, stop, _ = slices[0].indices(sizes[0])
     for piece, size in zip(slices[1:], sizes[1:]):
         assert piece.indices(size) == (0, size, 1), "sharding rules do not cut head_dim"

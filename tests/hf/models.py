@@ -67,6 +67,8 @@ POST_NORMS = {
 # Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
 # to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
+# numbers of shared experts, in different families
+SHARED_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")  # no parameter in transformers
 # in float32 in all files
 FLOAT32_NAMES = (*CHOICE_BIAS, "self_attn.A_log", "self_attn.dt_bias")
@@ -184,6 +186,26 @@ def _granite_hybrid(**fields) -> Case:
     )
 
 
+def _granite_moe(model_type: str, architecture: str, **fields) -> Case:
+    """Granite 3 with experts."""
+    config = _config(
+        model_type,
+        architecture,
+        tie_word_embeddings=True,
+        rope_theta=30000.0,
+        head_dim=None,
+        attention_bias=False,
+        attention_multiplier=0.3,
+        embedding_multiplier=0.7,
+        logits_scaling=1.4,
+        residual_multiplier=0.6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        **fields,
+    )
+    return Case(config=config)
+
+
 # names in most families -> in Falcon-H1
 FALCON_NAMES = {
     "model.norm.": "model.final_layernorm.",
@@ -198,6 +220,7 @@ RELEASED_NAMES = {
         "gate.e_score_correction_bias": "expert_bias",
         "mlp.gate.": "mlp.router.gate.",
     },
+    "ernie4_5_moe": {"gate.e_score_correction_bias": "moe_statics.e_score_correction_bias"},
     "exaone_moe": {"gate.e_score_correction_bias": "e_score_correction_bias"},
     "hy_v3": {
         "gate.e_score_correction_bias": "expert_bias",
@@ -576,6 +599,51 @@ CASES: dict[str, Case] = {
         ),
         biases="qkv",
         qk_norm="head",
+        first_layers=1,
+        dense_layers=(0,),
+    ),
+    "dots1": Case(
+        config=_config(
+            "dots1",
+            "Dots1ForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            attention_bias=False,
+            sliding_window=None,
+            max_window_layers=3,
+            first_k_dense_replace=1,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.5,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+        ),
+        qk_norm="head",
+        first_layers=1,
+        dense_layers=(0,),
+    ),
+    "ernie4_5_moe": Case(
+        config=_config(
+            "ernie4_5_moe",
+            "Ernie4_5_MoeForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=10000.0,
+            head_dim=None,
+            use_bias=False,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            moe_intermediate_size=24,
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+            moe_layer_interval=1,
+            num_nextn_predict_layers=1,
+        ),
         first_layers=1,
         dense_layers=(0,),
     ),
@@ -1034,6 +1102,10 @@ CASES: dict[str, Case] = {
             task_specific_params=dict(limits=[0.0, math.inf]),  # written as Infinity
         )
     ),
+    "granitemoe": _granite_moe("granitemoe", "GraniteMoeForCausalLM"),
+    "granitemoeshared": _granite_moe(
+        "granitemoeshared", "GraniteMoeSharedForCausalLM", shared_intermediate_size=40
+    ),
     "olmo2": Case(
         config=_config(
             "olmo2",
@@ -1254,7 +1326,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
             own_shapes = _with_delta_net(layer_shapes, CASES[case])
         if config["model_type"] == "kimi_linear":
             own_shapes = _of_kimi_linear(layer_shapes, config, mixer, layer)
-        elif config["model_type"] == "granitemoehybrid":
+        elif config["model_type"].startswith("granitemoe"):
             own_shapes = _of_granite_hybrid(layer_shapes, config, mixer)
         elif config["model_type"] == "falcon_h1":
             own_shapes = layer_shapes | _mamba_shapes(config)
@@ -1266,8 +1338,11 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if config["model_type"] == "falcon_h1":
         for name, own in FALCON_NAMES.items():
             shapes = {x.replace(name, own): shape for x, shape in shapes.items()}
-    router = ("block_sparse_moe.gate.weight",) if config["model_type"] == "minimax_m2" else ()
-    float32_names = (*FLOAT32_NAMES, *router)
+    routers = dict(
+        minimax_m2="block_sparse_moe.gate.weight", ernie4_5_moe="mlp.gate.weight"
+    )  # in float32
+    router = routers.get(config["model_type"])
+    float32_names = (*FLOAT32_NAMES, *([router] if router else []))
     # the factor of a norm is 1 + its weight
     center = -1 if config["model_type"].startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0
     centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
@@ -1473,8 +1548,8 @@ def _mamba_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def _of_granite_hybrid(
     layer_shapes: dict[str, tuple[int, ...]], config: dict, mixer: str
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer of Granite 4, as released."""
-    D, S = config["hidden_size"], config["shared_intermediate_size"]
+    """The tensors of a layer of Granite 3 or 4, as released."""
+    D, S = config["hidden_size"], config.get("shared_intermediate_size")
     shapes = {name: x for name, x in layer_shapes.items() if not name.startswith("mlp.")}
     if mixer == LINEAR:
         shapes = {name: x for name, x in shapes.items() if not name.startswith("self_attn.")}
@@ -1486,10 +1561,12 @@ def _of_granite_hybrid(
             "block_sparse_moe.input_linear.weight": (E, 2 * F, D),
             "block_sparse_moe.output_linear.weight": (E, D, F),
         }
-    return shapes | {
-        "shared_mlp.input_linear.weight": (2 * S, D),
-        "shared_mlp.output_linear.weight": (D, S),
-    }
+    if S:
+        shapes |= {
+            "shared_mlp.input_linear.weight": (2 * S, D),
+            "shared_mlp.output_linear.weight": (D, S),
+        }
+    return shapes
 
 
 def renamed(name: str, case: Case) -> str:
@@ -1518,7 +1595,7 @@ def _with_experts(
             "mlp.shared_expert.down_proj.weight": (D, S),
             "mlp.shared_expert_gate.weight": (1, D),
         }
-    if num_shared := config.get("n_shared_experts") or config.get("num_shared_experts"):
+    if num_shared := next((config[x] for x in SHARED_FIELDS if config.get(x)), 0):
         S = num_shared * F
         shapes |= {f"mlp.shared_experts.{name}_proj.weight": (S, D) for name in ("gate", "up")}
         shapes |= {
@@ -1530,6 +1607,8 @@ def _with_experts(
     for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
+    if config["model_type"] == "ernie4_5_moe":
+        shapes["mlp.gate.e_score_correction_bias"] = (1, E)
     if config["model_type"] == "minimax_m2":
         shapes["mlp.e_score_correction_bias"] = (E,)
     if config["model_type"] in ("minimax_m2", "mixtral"):
@@ -1542,7 +1621,7 @@ def _with_experts(
 
 def number_of_experts(config: dict) -> int:
     """0 of a model without experts."""
-    names = "num_experts", "n_routed_experts", "num_local_experts"
+    names = "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"
     return next((config[name] for name in names if name in config), 0)
 
 

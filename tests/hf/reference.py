@@ -159,7 +159,7 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
             stem = stem.replace(".mlp", ".block_sparse_moe")
             if any(x in name for x in ("mlp.gate.", "mlp.shared_experts.")):
                 name = name.replace(".mlp.", ".block_sparse_moe.")
-        if model_type == "granitemoehybrid" and "block_sparse_moe" in name:
+        if model_type.startswith("granitemoe") and "block_sparse_moe" in name:
             modules = {"experts.gate_up_proj": "input_linear.weight"}
             modules |= {"experts.down_proj": "output_linear.weight"}
             modules |= {"router.weight": "router.layer.weight"}

@@ -110,7 +110,8 @@ ONLY_NAMES = {
     "granite",
 }
 ONLY_NAMES |= {"seed_oss", "exaone4", "exaone4_hybrid", "olmo2", "phi3", "qwen2_window", "qwen3_vl"}
-ONLY_NAMES |= {"cwm", "mixtral", "olmoe", "solar_open", "glm", "ernie4_5"}
+ONLY_NAMES |= {"cwm", "mixtral", "olmoe", "solar_open", "glm", "ernie4_5", "dots1"}
+ONLY_NAMES |= {"granitemoe", "granitemoeshared"}
 # The layers of these hybrids are in granite_hybrid_moe, falcon_h1 and nemotron_h_latent.
 ONLY_NAMES |= {"granite_hybrid", "falcon_h1_norm", "nemotron_h_moe"}
 

@@ -45,6 +45,7 @@ from tests.hf.models import (
     LINEAR,
     LLAMA3_ROPE,
     RELEASED_NAMES,
+    SHARED_FIELDS,
     SLIDING,
     mixers_of,
     name_in_mixtral,
@@ -150,7 +151,7 @@ def expected_params(name, tensors=None):
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
     if config["model_type"] == "kimi_linear":
         blocks[False] = kimi_experts(config)
-    elif config["model_type"] == "granitemoehybrid":
+    elif config["model_type"].startswith("granitemoe"):
         blocks[False] = granite_conversions(config)
     elif config["model_type"] == "gpt_oss":
         blocks[False] = STACKED_EXPERTS
@@ -258,9 +259,9 @@ def expert_conversions(config):
 
     width, module = config.get("moe_intermediate_size"), "shared_experts"
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
-    has_shared = {"n_routed_experts", "num_shared_experts"} & config.keys()
+    has_shared = {*SHARED_FIELDS} & config.keys()
     if has_shared and config["model_type"] not in ("deepseek_v2", "mistral4"):
-        conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
+        conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.ravel)
     if "shared_expert_intermediate_size" in config:
         module = "shared_expert"
         conversions["mlp/shared_gate"] = ("mlp.shared_expert_gate.weight", np.transpose)
@@ -313,8 +314,9 @@ STACKED_EXPERTS = {
 
 
 def granite_conversions(config):
-    """As `conversions` in `expected_params`, of the feed-forward block of a layer of Granite 4."""
-    S, F = config["shared_intermediate_size"], config["intermediate_size"]
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer of Granite 3
+    or 4."""
+    S, F = config.get("shared_intermediate_size"), config["intermediate_size"]
     stem, gate_up = "mlp/", "shared_mlp.input_linear.weight"
     conversions = {}
     if config["num_local_experts"]:
@@ -328,6 +330,8 @@ def granite_conversions(config):
                 lambda x: x.swapaxes(1, 2),
             ),
         }
+    if not S:
+        return conversions
     return conversions | {
         f"{stem}w_gate": (gate_up, lambda x: x[:S].T),
         f"{stem}w_up": (gate_up, lambda x: x[S:].T),
@@ -1520,6 +1524,29 @@ def test_config_json_of_glm_has_first_dense_layers(num_dense):
     assert family_of(None, alternating).model_type == MODEL_TYPE
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "interval", "with_experts"),
+    [
+        (None, None, None, (1, 2, 3, 4, 5)),
+        (0, 0, 1, (0,)),
+        (2, -1, 1, (2, 3, 4, 5)),
+        (1, 4, 2, (1, 3)),
+        (0, 5, 3, (2, 5)),
+    ],
+)
+def test_layers_of_ernie_in_a_range_have_experts(first, last, interval, with_experts):
+    names = "start_index", "end_index", "interval"
+    fields = {f"moe_layer_{x}": y for x, y in zip(names, (first, last, interval)) if y is not None}
+    others = {x: y for x, y in CASES["ernie4_5_moe"].config.items() if "moe_layer" not in x}
+    config = others | fields | dict(num_hidden_layers=6)
+    model = model_of(settings_of(config, "config.json"))
+    kinds = tuple("full" if layer in with_experts else "dense" for layer in range(6))
+    assert model.kinds_of_layers == kinds
+    written = config_json_of(model, None, seq_len=64, dtype="bfloat16")
+    assert written["model_type"] == "ernie4_5_moe"
+    assert model_of(settings_of(written, "config.json")).kinds_of_layers == kinds
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_config_json_of_random_weights_describes_the_model(name):
     model = model_of(settings_of(CASES[name].config, "config.json"))
@@ -1543,9 +1570,13 @@ def test_config_json_of_random_weights_describes_the_model(name):
 def test_config_json_may_have_settings_of_blocks_that_no_layer_has(
     name, fields, attentions, tmp_path
 ):
-    (tmp_path / "config.json").write_text(json.dumps({**CASES[name].config, **fields}))
+    fields = {**CASES[name].config, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     model = dict(init_from=str(tmp_path))
-    assert load(ConfigDict(dict(model=model))).model.attentions == attentions
+    loaded = load(ConfigDict(dict(model=model))).model
+    assert loaded.attentions == attentions
+    written = config_json_of(loaded, fields, seq_len=64, dtype="bfloat16")
+    assert settings_of(written, "config.json") == settings_of(fields, "config.json")
     model["experts"] = dict(ffn_dim=32)
     with pytest.raises(UserError, match="experts.ffn_dim=32 has no effect"):
         load(ConfigDict(dict(model=model)))

@@ -1,6 +1,7 @@
 """Products of experts in blocks against a loop over experts, in float64."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jaxlc.models.expert_products import (
     expert_outputs,
     fp8_block_product,
 )
+from jaxlc.models.kinds import experts
 from jaxlc.models.kinds.dense import gated
+from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.matmuls import E4M3, E5M2, to_fp8
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
@@ -121,6 +124,29 @@ def test_one_program_serves_every_routing():
         out = run(x_TD, jnp.array(chosen_Tk, jnp.int32), weights_Tk, experts)
         np.testing.assert_allclose(out, _loop(x_TD, weights_Tk, experts, chosen_Tk), atol=1e-4)
     assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_bias_is_added_to_scores_for_the_choice_only(router, monkeypatch):
+    """Biases change the choice, and more than logits of this size would."""
+    logits_TE, bias_E = np.random.default_rng(0).standard_normal((2, T, E)) * [[[1]], [[0.2]]]
+    bias_E = bias_E[0]
+    if router == "sigmoid":
+        scores_TE = 1 / (1 + np.exp(-logits_TE))
+    else:
+        scores_TE = np.exp(logits_TE) / np.exp(logits_TE).sum(-1, keepdims=True)
+    chosen_Tk = np.argsort(-(scores_TE + bias_E), axis=-1)[:, :R]
+    assert (np.sort(chosen_Tk) != np.sort(np.argsort(-scores_TE, -1)[:, :R])).any(-1).sum() > T // 4
+    assert (np.sort(chosen_Tk) != np.sort(np.argsort(-logits_TE - bias_E)[:, :R])).any()
+    weights_Tk = np.take_along_axis(scores_TE, chosen_Tk, -1)
+    monkeypatch.setattr(experts, "_logits", lambda *_, **__: jnp.asarray(logits_TE)[None])
+    module = SimpleNamespace(router=None, router_bias=None, router_kind=router, renormalizes=True)
+    vars(module).update(choice_bias=jnp.asarray(bias_E), groups=(1, 1), num_chosen=R, scale=2.0)
+    module.choose = functools.partial(Experts.choose, module)
+    got = Experts.route(module, jnp.zeros((1, T, D)), None, shard=None)
+    np.testing.assert_array_equal(got.chosen_BTk[0], chosen_Tk)
+    expected_Tk = 2 * weights_Tk / weights_Tk.sum(-1, keepdims=True)
+    np.testing.assert_allclose(got.weights_BTk[0], expected_Tk, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,10 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
             "shared_ffn_dim=10 is not divisible",
         ),
         (dict(model=dict(shared_expert_gate=True)), "no effect without a shared expert"),
-        (dict(model=dict(router_choice_bias=True)), "experts.choice_bias=True has no effect"),
+        (
+            dict(model=GPT_OSS | dict(router_choice_bias=True)),
+            "experts.choice_bias=True has no effect",
+        ),
         (dict(model=SIGMOID | dict(router_groups=3)), "experts.groups=3 does not divide"),
         (
             dict(model=SIGMOID | dict(experts_per_token=5)),

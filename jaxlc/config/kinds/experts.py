@@ -122,8 +122,8 @@ class ExpertsConfig:
     # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
     # Hugging Face configs.
     renormalize: bool = False
-    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
-    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
+    # sigmoid and softmax router: a bias of each expert is added for the choice, and not for the weights. It has no
+    # gradient; train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
     choice_bias: bool = False
     # sigmoid and softmax router: the experts are this many groups, in order. A token is routed to experts of some
     # groups: those with the largest sums of two scores, or, with softmax, with the largest score, as in DeepSeek V2.
@@ -271,8 +271,9 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
             f"config.model.experts.renormalize=True has no effect with config.model.experts.router={sizes.router!r},"
             " whose weights have the sum 1; remove it"
         )
-    for name, routers in (("choice_bias", ("sigmoid",)), ("groups", ("sigmoid", "softmax"))):
-        if sizes.router not in routers and vars(sizes)[name] != vars(ExpertsConfig())[name]:
+    for name in ("choice_bias", "groups"):
+        is_set = vars(sizes)[name] != vars(ExpertsConfig())[name]
+        if is_set and sizes.router == "topk_softmax":
             yield (
                 f"config.model.experts.{name}={vars(sizes)[name]} has no effect with config.model.experts.router="
                 f"{sizes.router!r}; remove it, or use --config.model.experts.router=sigmoid"

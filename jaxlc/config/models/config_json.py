@@ -59,32 +59,29 @@ _WORDS: dict[Any, str] = {
 # of the fields that do not give a setting of the same type
 _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
     Count: (
-        "query_pre_attn_scalar", "num_heads", "short_conv_kernel_size",
-        "num_expert_group", "decoder_sparse_step", "mamba_expand", "shared_intermediate_size",
-        "rotary_dim", "mamba_d_ssm", "moe_latent_size", "moe_shared_expert_intermediate_size",
+        "query_pre_attn_scalar", "num_heads", "short_conv_kernel_size", "decoder_sparse_step", "mamba_expand",
+        "moe_layer_interval", "rotary_dim", "mamba_d_ssm", "moe_latent_size", "moe_shared_expert_intermediate_size",
         "r", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     ),
     Layers: ("num_hidden_layers", "full_attention_interval", "global_attn_every_n_layers"),
     Positive: (
-        "max_position_embeddings", "original_max_position_embeddings", "factor",
-        "rope_theta", "rope_local_base_freq", "attention_multiplier",
-        "embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier",
-        "attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier",
-        "ssm_in_multiplier", "ssm_out_multiplier", "lora_alpha",
+        "max_position_embeddings", "original_max_position_embeddings", "factor", "rope_theta", "rope_local_base_freq",
+        "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier",
+        "attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier", "ssm_in_multiplier",
+        "ssm_out_multiplier", "lora_alpha",
     ),
     int: (
-        "sliding_window", "no_rope_layer_interval", "max_window_layers",
-        "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "num_dense_layers",
+        "sliding_window", "no_rope_layer_interval", "max_window_layers", "n_shared_experts", "num_shared_experts",
+        "first_k_dense_replace", "num_dense_layers", "moe_num_shared_experts", "moe_layer_start_index",
+        "moe_layer_end_index",
     ),
     float: (
-        "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
-        "beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim",
-        "swiglu_alpha", "swiglu_limit",
+        "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+        "llama_4_scaling_beta", "mscale", "mscale_all_dim", "swiglu_alpha", "swiglu_limit",
     ),
     bool: (
-        "truncate", "attn_output_gate", "use_qk_norm", "output_router_logits",
-        "use_sliding_window", "mamba_proj_bias", "mla_use_nope", "mamba_rms_norm",
-        "mamba_norm_before_gate", "use_rslora",
+        "truncate", "attn_output_gate", "use_qk_norm", "output_router_logits", "use_sliding_window",
+        "mamba_proj_bias", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate", "use_rslora",
     ),
     str: (
         "model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern",
@@ -93,20 +90,14 @@ _OTHER_TYPES: dict[Any, tuple[str, ...]] = {
     Layers | str: ("sliding_window_pattern", "_sliding_window_pattern"),
     Count | str: ("mamba_d_head",),
     dict: (
-        "rope_scaling", "rope_parameters", "full_attention", "sliding_attention",
-        "quantization_config", "compression_config", "linear_attn_config",
+        "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "quantization_config",
+        "compression_config", "linear_attn_config",
     ),
-    list[str]: (
-        "architectures", "layer_types", "mlp_layer_types", "layers_block_type",
-        "target_parameters",
-    ),
+    list[str]: ("architectures", "layer_types", "mlp_layer_types", "layers_block_type", "target_parameters"),
     list[int]: (
-        "mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list",
-        "kda_layers", "full_attn_layers",
+        "mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list", "kda_layers", "full_attn_layers",
     ),
-    list[float]: (
-        "short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers",
-    ),
+    list[float]: ("short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers"),
 }  # fmt: skip
 
 
@@ -250,6 +241,8 @@ _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields
         ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
         lambda x: x["attention.num_heads"],
     ),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), lambda _: 1),
+    "shared_intermediate_size": lambda _: 0,
     "head_dim": lambda x: x["model_dim"] // x["attention.num_heads"],
     "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_net.key_heads"]),
     "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
@@ -278,15 +271,13 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }  # ModelConfig -> config.json
 _IRRELEVANT = {
-    "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version",
-    "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "unk_token_id", "decoder_start_token_id", "initializer_range", "max_position_embeddings",
-    "use_cache", "id2label", "label2id", "problem_type", "output_attentions",
-    "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward",
+    "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "initializer_range", "max_position_embeddings", "use_cache", "id2label", "label2id", "problem_type",
+    "output_attentions", "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward",
     "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types",
-    "task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16",
-    "pruned_heads", "transformers.js_config", "unsloth_fixed", "unsloth_version",
-    "pretraining_tp",
+    "task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version", "pretraining_tp",
     "router_aux_loss_coef", "output_router_logits",  # train.balance_loss has its own value
 }  # fmt: skip
 FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
@@ -345,6 +336,9 @@ def settings_of(config: Fields, where: str) -> dict[str, Any]:
         is_derived = fields.get(name) is None and name in _DERIVED
         settings[setting] = _DERIVED[name](settings) if is_derived else fields[name]
     settings.setdefault("ffn_dim", settings.get("experts.ffn_dim"))  # without dense layers
+    if family.num_shared_field:
+        num_shared = fields.get(family.num_shared_field) or 0
+        settings["experts.shared_ffn_dim"] = num_shared * settings["experts.ffn_dim"]
     settings |= family.read_settings(fields)
     if family.has_one_attention_bias:
         settings["attention.out_bias"] = settings["attention.qkv_bias"]
@@ -620,6 +614,9 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     fields = {
         name: value for name, value in fields.items() if family.fields.get(name) not in unused
     }
+    sizes = model.experts
+    if family.num_shared_field and sizes.num_experts:
+        fields[family.num_shared_field] = sizes.shared_ffn_dim // sizes.ffn_dim
     return fields | family.write_settings(model)
 
 

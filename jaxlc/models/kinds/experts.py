@@ -180,9 +180,10 @@ class Experts(nnx.Module, Routed):
         )
         if chosen_BTk is None or jnp.issubdtype(chosen_BTk.dtype, jnp.unsignedinteger):
             recorded_BTk = chosen_BTk
-            # Of logits: the softmax of float32 logits may have equal results.
+            # Of logits, if no bias is added to probabilities: the softmax of float32 logits may have equal results.
+            has_scores = is_sigmoid or self.choice_bias is not None
             chosen_BTk = self.choose(
-                jax.lax.stop_gradient(scores_BTE if is_sigmoid else logits_BTE)
+                jax.lax.stop_gradient(scores_BTE if has_scores else logits_BTE)
             )
             if recorded_BTk is not None:
                 is_missing_BTk = recorded_BTk == jnp.iinfo(recorded_BTk.dtype).max

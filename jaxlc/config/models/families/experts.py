@@ -2,16 +2,15 @@
 
 - Qwen 3 (qwen3_moe): some layers may be dense. Qwen 3 VL (qwen3_vl_moe) has the same language
   model, and always normalizes the weights of experts
-- GLM 4.5 and 4.6 (glm4_moe): dense layers, then layers of experts with a sigmoid router and shared
-  experts. Layers of multi-token prediction are left out
 - MiniMax-M2 (minimax_m2): a sigmoid router, and norms of all heads together
 - Qwen 1.5 and 2 (qwen2_moe): some layers may be dense; a shared expert with a gate
 - Mixtral (mixtral), and OLMoE (olmoe) with norms of all heads together
 - Mellum 2 (mellum): groups of three sliding layers and a full one
-- Solar Open (solar_open): GLM 4.5 without dense layers and norms of heads
 - Hy3 (hy_v3): a dense layer, then layers of experts with a sigmoid router and a shared expert
 - K-EXAONE (exaone_moe): the same, in groups of three sliding layers and one without position
   embedding
+- ERNIE 4.5 (ernie4_5_moe): interleaved RoPE; a range of layers has experts, whose softmax router has
+  a bias of the choice, and shared experts
 - Trinity of Arcee (afmoe): the same, with norms before and after each block, and a gate of attention
   with a projection of its own
 - gpt-oss (gpt_oss): experts with biases, attention sinks, sliding and full layers in turn. Released
@@ -24,7 +23,14 @@ from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.models.families.deepseek import (
+    GLM4_MOE,
+    GROUP_FIELDS,
+    SIGMOID_ROUTER,
+    read_first_dense,
+)
 from jaxlc.config.models.families.dense import (
+    ERNIE4_5,
     EXAONE4,
     MINISTRAL3,
     QWEN3_VL_TEXT,
@@ -46,7 +52,6 @@ EXPERT_FIELDS = {
     "moe_intermediate_size": "experts.ffn_dim",
 }
 _ALIASES = {"num_local_experts": "num_experts"}
-_SIGMOID_ROUTER = {"experts.router": "sigmoid", "experts.choice_bias": True}
 _CHOICE_BIAS = experts.CHOICE_BIAS._replace(name="mlp.e_score_correction_bias")
 
 
@@ -127,86 +132,6 @@ QWEN3_VL_MOE_TEXT = dataclasses.replace(
 )
 
 
-def read_first_dense(config: Fields, num_dense: int, other: str) -> list[str]:
-    """The kinds of layers of which the first ones are dense, by mlp_layer_types or their number.
-
-    Args:
-      num_dense: without these fields.
-      other: the kind of other layers.
-    """
-    num_layers = config["num_hidden_layers"]
-    types = config.get("mlp_layer_types")
-    num_dense = config.get("first_k_dense_replace", num_dense) or 0
-    types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
-    return ["dense" if kind == "dense" else other for kind in types]
-
-
-def write_first_dense(model: ModelConfig) -> dict[str, Any]:
-    """The field that `read_first_dense` reads."""
-    return dict(first_k_dense_replace=model.num_layers_of("dense"))
-
-
-def _read_settings(config: Fields) -> dict[str, Any]:
-    shared_ffn_dim = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
-    return {
-        "attention.qk_norm": "head" if config["use_qk_norm"] else "none",
-        "experts.shared_ffn_dim": shared_ffn_dim,
-    }
-
-
-def _write_settings(model: ModelConfig) -> dict[str, Any]:
-    return dict(
-        use_qk_norm=model.attention.qk_norm == "head",
-        n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
-    )
-
-
-GLM4_MOE = Family(
-    model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
-    layer_kinds=(("full",), ("dense", "full")),
-    read_kinds=functools.partial(read_first_dense, num_dense=1, other="full"),
-    write_kinds=write_first_dense,
-    settings={**_SIGMOID_ROUTER, "attention.out_bias": False},
-    fields={
-        "attention_bias": "attention.qkv_bias",
-        "n_routed_experts": "experts.num_experts",
-        "num_experts_per_tok": "experts.experts_per_token",
-        "moe_intermediate_size": "experts.ffn_dim",
-        "norm_topk_prob": "experts.renormalize",
-        "n_group": "experts.groups",
-        "topk_group": "experts.groups_per_token",
-        "routed_scaling_factor": "experts.scale",
-    },
-    field_aliases={"num_local_experts": "n_routed_experts"},
-    read_settings=_read_settings,
-    write_settings=_write_settings,
-    varying=("attention.qk_norm", "experts.shared_ffn_dim"),
-    defaults=dict(
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        partial_rotary_factor=0.5,
-        moe_intermediate_size=1408,
-        num_experts_per_tok=8,
-        n_routed_experts=128,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.0,
-        norm_topk_prob=True,
-        use_qk_norm=False,
-    ),
-    other_prefixes=("model.layers.{num_layers}.",),
-    # `read_first_dense` reads the first one
-    irrelevant=("first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"),
-    feed_forward_tensors=dict(
-        experts=(*experts.TENSORS, experts.CHOICE_BIAS, *experts.shared_tensors("shared_experts"))
-    ),
-    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
-    kinds=dict(dense=dict(feed_forward="dense")),
-)
-
-
 _ATTENTIONS = ("lightning attention", "full")  # by entries of attn_type_list
 
 
@@ -219,7 +144,7 @@ MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     read_kinds=_minimax_m2_read_kinds,
-    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "projection", "experts.renormalize": True},
+    settings={**SIGMOID_ROUTER, "attention.qk_norm": "projection", "experts.renormalize": True},
     fields={
         "num_local_experts": "experts.num_experts",
         "num_experts_per_tok": "experts.experts_per_token",
@@ -422,32 +347,88 @@ MELLUM = dataclasses.replace(
 )
 
 
-SOLAR_OPEN = dataclasses.replace(
-    GLM4_MOE,
-    model_type="solar_open",
-    architecture="SolarOpenForCausalLM",
-    layer_kinds=(("full",),),
-    read_kinds=functools.partial(read_first_dense, num_dense=0, other="full"),
-    write_kinds=nothing,
-    defaults={
-        **GLM4_MOE.defaults,
-        "head_dim": 128,
-        "rope_theta": 1e6,
-        "partial_rotary_factor": 1.0,
-        "moe_intermediate_size": 1280,
-    },
-    required_values=dict(use_qk_norm=(False,)),
-    kinds={},
+def _ernie_read_kinds(config: Fields) -> list[str]:
+    """Layers from moe_layer_start_index to moe_layer_end_index, of which -1 is the last one, have
+    experts if moe_layer_interval divides their number, counted from 1."""
+    num_layers = config["num_hidden_layers"]
+    last = config.get("moe_layer_end_index", -1) or 0
+    sparse = range(
+        config.get("moe_layer_start_index", 1) or 0, num_layers if last == -1 else last + 1
+    )
+    interval = config.get("moe_layer_interval") or 1
+    has_experts = (i in sparse and (i + 1) % interval == 0 for i in range(num_layers))
+    return ["full" if x else "dense" for x in has_experts]
+
+
+def _ernie_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    sparse = [i for i, kind in enumerate(model.kinds_of_layers) if kind == "full"]
+    return dict(
+        moe_layer_start_index=sparse[0],
+        moe_layer_end_index=sparse[-1],
+        moe_layer_interval=sparse[1] - sparse[0] if len(sparse) > 1 else 1,
+    )
+
+
+_ERNIE_BIAS = LayerTensor(  # [1, experts]
+    "choice_bias", "mlp.moe_statics.e_score_correction_bias", 1, is_float32=True
 )
 
-
-def _read_shared(config: Fields) -> dict[str, Any]:
-    num_shared = config.get("num_shared_experts") or 0
-    return {"experts.shared_ffn_dim": num_shared * config["moe_intermediate_size"]}
-
-
-def _write_shared(model: ModelConfig) -> dict[str, Any]:
-    return dict(num_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim)
+ERNIE4_5_MOE = Family(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    layer_kinds=QWEN3_MOE.layer_kinds,
+    read_kinds=_ernie_read_kinds,
+    write_kinds=_ernie_write_kinds,
+    settings={
+        **ERNIE4_5.settings,
+        "experts.choice_bias": True,
+        "experts.renormalize": True,
+    },
+    fields={
+        "moe_num_experts": "experts.num_experts",
+        "moe_k": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+    },
+    field_aliases=dict.fromkeys(("num_experts", "num_local_experts"), "moe_num_experts")
+    | dict(num_experts_per_tok="moe_k"),
+    num_shared_field="moe_num_shared_experts",
+    defaults=dict(
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        tie_word_embeddings=True,
+        moe_num_experts=64,
+        moe_k=6,
+        moe_num_shared_experts=2,
+        moe_intermediate_size=1536,
+    ),
+    required_values=dict(use_bias=(False,), moe_norm_min=(1e-12,)),
+    other_prefixes=("model.mtp_", "mtp."),
+    irrelevant=(
+        "moe_layer_start_index",  # `_ernie_read_kinds` reads the first three
+        "moe_layer_end_index",
+        "moe_layer_interval",
+        "num_nextn_predict_layers",
+        # of the authors' program
+        "moe_capacity",
+        "moe_gate",
+        "moe_use_aux_free",
+        "auto_map",
+    ),
+    feed_forward_tensors=dict(
+        experts=(
+            experts.TENSORS[0]._replace(is_float32=True),
+            *experts.TENSORS[1:],
+            _ERNIE_BIAS,
+            *experts.shared_tensors("shared_experts"),
+        )
+    ),
+    tensor_aliases=(
+        *experts.STACKED_LINEAR_TENSORS,
+        _ERNIE_BIAS._replace(name="mlp.gate.moe_statics.e_score_correction_bias"),
+    ),
+    kinds=QWEN3_MOE.kinds,
+)
 
 
 def _router_gate_tensors(shared: str) -> tuple[LayerTensor, ...]:
@@ -465,16 +446,17 @@ HY_V3 = dataclasses.replace(
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
     write_kinds=_write_blocks,
-    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "head", "experts.renormalize": True},
+    settings={**SIGMOID_ROUTER, "attention.qk_norm": "head", "experts.renormalize": True},
     fields={
         "attention_bias": "attention.qkv_bias",
         **EXPERT_FIELDS,
         "router_scaling_factor": "experts.scale",
     },
     field_aliases=_ALIASES | {"expert_hidden_dim": "moe_intermediate_size"},
-    read_settings=_read_shared,
-    write_settings=_write_shared,
-    varying=("experts.shared_ffn_dim",),
+    read_settings=nothing,
+    write_settings=nothing,
+    varying=(),
+    num_shared_field="num_shared_experts",
     defaults=dict(
         num_key_value_heads=8,
         head_dim=128,
@@ -524,24 +506,15 @@ def _exaone_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 
 EXAONE_MOE = dataclasses.replace(
-    GLM4_MOE,
+    HY_V3,
     model_type="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     layer_kinds=kind_sets("sliding", "nope", *_EXAONE_DENSE),
     read_kinds=_exaone_moe_read_kinds,
     write_kinds=_exaone_moe_write_kinds,
-    settings={**_SIGMOID_ROUTER, "attention.qk_norm": "head"},
-    fields={
-        **EXPERT_FIELDS,
-        "norm_topk_prob": "experts.renormalize",
-        "n_group": "experts.groups",
-        "topk_group": "experts.groups_per_token",
-        "routed_scaling_factor": "experts.scale",
-    },
+    settings={**SIGMOID_ROUTER, "attention.qk_norm": "head"},
+    fields=EXPERT_FIELDS | GROUP_FIELDS,
     field_aliases=_ALIASES,
-    read_settings=_read_shared,
-    write_settings=_write_shared,
-    varying=HY_V3.varying,
     defaults=dict(
         num_key_value_heads=32,
         rms_norm_eps=1e-5,
@@ -597,7 +570,7 @@ AFMOE = dataclasses.replace(
     read_kinds=_afmoe_read_kinds,
     write_kinds=_afmoe_write_kinds,
     settings={
-        **_SIGMOID_ROUTER,
+        **SIGMOID_ROUTER,
         "attention.qk_norm": "head",
         "attention.gate": True,
         "attention.gate_projection": True,

@@ -106,6 +106,9 @@ class Family:
     read_settings: Callable[[Fields], dict[str, Any]] = nothing
     write_settings: Callable[[ModelConfig], dict[str, Any]] = nothing
     varying: tuple[str, ...] = ()  # the settings that `read_settings` gives
+    # The field with the number of shared experts, each as wide as the others. "": fields give
+    # experts.shared_ffn_dim itself, or models have none.
+    num_shared_field: str = ""
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
     length_field: str = "max_position_embeddings"  # of the longest sequence

@@ -1,6 +1,9 @@
 """Falcon-H1: layers with attention and Mamba-2 side by side, and a multiplier of almost every
 projection (transformers: models/falcon_h1).
 
+Granite 3 with experts, and with a shared one (transformers: models/granitemoe and
+models/granitemoeshared).
+
 Granite 4: mamba2 layers and layers with attention, dense or with experts; with the multipliers of
 Granite 3 (transformers: models/granitemoehybrid). Models without mamba2 layers are described so as
 well.
@@ -19,6 +22,7 @@ from typing import Any
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.kinds.dense import DenseKind
+from jaxlc.config.models.families.deepseek import ROUTED_FIELDS
 from jaxlc.config.models.families.dense import GRANITE
 from jaxlc.config.models.families.family import Family, Fields, kind_sets
 from jaxlc.config.models.model_schema import ModelConfig
@@ -133,6 +137,42 @@ def _granite_experts(router: str, gate_up: str, down: str) -> tuple[LayerTensor,
     )
 
 
+GRANITE_MOE = dataclasses.replace(
+    GRANITE,
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    settings={"experts.router": "topk_softmax"},
+    fields={
+        **{name: x for name, x in GRANITE.fields.items() if name != "mlp_bias"},
+        "num_local_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "intermediate_size": "experts.ffn_dim",
+    },
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+    feed_forward_tensors=dict(
+        experts=_granite_experts(
+            "router.layer.weight", "input_linear.weight", "output_linear.weight"
+        )
+    ),
+    tensor_aliases=_granite_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+)
+
+
+GRANITE_MOE_SHARED = dataclasses.replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    fields={**GRANITE_MOE.fields, "shared_intermediate_size": "experts.shared_ffn_dim"},
+    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    feed_forward_tensors=dict(
+        experts=(
+            *GRANITE_MOE.feed_forward_tensors["experts"],
+            *(LayerTensor(f"shared/{param}", name, 1) for param, name in _SHARED.items()),
+        )
+    ),
+)
+
+
 GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     GRANITE,
     model_type="granitemoehybrid",
@@ -173,13 +213,10 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
         "init_method",
     ),
     feed_forward_tensors=dict(
-        experts=(
-            *_granite_experts("router.layer.weight", "input_linear.weight", "output_linear.weight"),
-            *(LayerTensor(f"shared/{param}", name, 1) for param, name in _SHARED.items()),
-        ),
+        experts=GRANITE_MOE_SHARED.feed_forward_tensors["experts"],
         dense=tuple(LayerTensor(param, name, 1) for param, name in _SHARED.items()),
     ),
-    tensor_aliases=_granite_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+    tensor_aliases=GRANITE_MOE.tensor_aliases,
 )
 
 
@@ -303,14 +340,8 @@ def _nemotron_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 
 _NEMOTRON_EXPERTS = {
-    "n_routed_experts": "experts.num_experts",
-    "num_experts_per_tok": "experts.experts_per_token",
-    "moe_intermediate_size": "experts.ffn_dim",
+    **ROUTED_FIELDS,
     "moe_shared_expert_intermediate_size": "experts.shared_ffn_dim",
-    "norm_topk_prob": "experts.renormalize",
-    "routed_scaling_factor": "experts.scale",
-    "n_group": "experts.groups",
-    "topk_group": "experts.groups_per_token",
 }
 
 

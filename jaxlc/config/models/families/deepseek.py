@@ -1,6 +1,10 @@
-"""Families of models with latent attention; the names in parentheses are their models in
-transformers.
+"""Families with the layers of DeepSeek V3: its latent attention, or its experts, which have a
+sigmoid router and shared experts; the names in parentheses are their models in transformers.
 
+- GLM 4.5 and 4.6 (glm4_moe): dense layers, then layers of experts. Layers of multi-token prediction
+  are left out
+- Solar Open (solar_open): GLM 4.5 without dense layers and norms of heads
+- dots.llm1 (dots1): GLM 4.5 with norms of heads in all models
 - DeepSeek V3 and V2 (deepseek_v3, deepseek_v2), Kimi K2 and GLM 4.7 Flash (glm4_moe_lite): dense
   layers first, then layers of experts with shared ones. Kimi K2 has the layers of DeepSeek V3, and
   is exported as such. Layers of multi-token prediction are left out
@@ -17,10 +21,139 @@ from typing import Any
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor, conv_tensors
 from jaxlc.config.kinds.dense import DenseKind
-from jaxlc.config.models.families.dense import MINISTRAL3
-from jaxlc.config.models.families.experts import GLM4_MOE, read_first_dense, write_first_dense
-from jaxlc.config.models.families.family import Family, Fields, kind_sets
+from jaxlc.config.models.families.dense import MINISTRAL3, QWEN3
+from jaxlc.config.models.families.family import Family, Fields, kind_sets, nothing
 from jaxlc.config.models.model_schema import ModelConfig
+
+SIGMOID_ROUTER = {"experts.router": "sigmoid", "experts.choice_bias": True}
+
+
+def read_first_dense(config: Fields, num_dense: int, other: str) -> list[str]:
+    """The kinds of layers of which the first ones are dense, by mlp_layer_types or their number.
+
+    Args:
+      num_dense: without these fields.
+      other: the kind of other layers.
+    """
+    num_layers = config["num_hidden_layers"]
+    types = config.get("mlp_layer_types")
+    num_dense = config.get("first_k_dense_replace", num_dense) or 0
+    types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
+    return ["dense" if kind == "dense" else other for kind in types]
+
+
+def write_first_dense(model: ModelConfig) -> dict[str, Any]:
+    """The field that `read_first_dense` reads."""
+    return dict(first_k_dense_replace=model.num_layers_of("dense"))
+
+
+def _read_settings(config: Fields) -> dict[str, Any]:
+    return {"attention.qk_norm": "head" if config["use_qk_norm"] else "none"}
+
+
+def _write_settings(model: ModelConfig) -> dict[str, Any]:
+    return dict(use_qk_norm=model.attention.qk_norm == "head")
+
+
+GROUP_FIELDS = {
+    "norm_topk_prob": "experts.renormalize",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_per_token",
+    "routed_scaling_factor": "experts.scale",
+}
+ROUTED_FIELDS = {
+    "n_routed_experts": "experts.num_experts",
+    "num_experts_per_tok": "experts.experts_per_token",
+    "moe_intermediate_size": "experts.ffn_dim",
+    **GROUP_FIELDS,
+}
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    layer_kinds=(("full",), ("dense", "full")),
+    read_kinds=functools.partial(read_first_dense, num_dense=1, other="full"),
+    write_kinds=write_first_dense,
+    settings={**SIGMOID_ROUTER, "attention.out_bias": False},
+    fields={"attention_bias": "attention.qkv_bias", **ROUTED_FIELDS},
+    field_aliases={"num_local_experts": "n_routed_experts"},
+    read_settings=_read_settings,
+    write_settings=_write_settings,
+    varying=("attention.qk_norm",),
+    num_shared_field="n_shared_experts",
+    defaults=dict(
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=True,
+        use_qk_norm=False,
+    ),
+    other_prefixes=("model.layers.{num_layers}.",),
+    # `read_first_dense` reads the first one
+    irrelevant=("first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"),
+    feed_forward_tensors=dict(
+        experts=(*experts.TENSORS, experts.CHOICE_BIAS, *experts.shared_tensors("shared_experts"))
+    ),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    kinds=dict(dense=dict(feed_forward="dense")),
+)
+
+
+SOLAR_OPEN = dataclasses.replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    layer_kinds=(("full",),),
+    read_kinds=functools.partial(read_first_dense, num_dense=0, other="full"),
+    write_kinds=nothing,
+    defaults={
+        **GLM4_MOE.defaults,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 1.0,
+        "moe_intermediate_size": 1280,
+    },
+    required_values=dict(use_qk_norm=(False,)),
+    kinds={},
+)
+
+
+def _dots1_read_kinds(config: Fields) -> list[str]:
+    """Layers with a window are not supported: no published model has them."""
+    masks = QWEN3.read_kinds({"max_window_layers": 62, **config, "use_sliding_window": True})
+    kinds = read_first_dense(config, num_dense=0, other="full")
+    return [kind if mask == "full" else mask for kind, mask in zip(kinds, masks)]
+
+
+DOTS1 = dataclasses.replace(
+    GLM4_MOE,
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    read_kinds=_dots1_read_kinds,
+    settings={**SIGMOID_ROUTER, "attention.qk_norm": "head"},
+    read_settings=nothing,
+    write_settings=nothing,
+    varying=(),
+    defaults=dict(
+        num_key_value_heads=32,
+        n_shared_experts=0,
+        norm_topk_prob=False,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+    ),
+    required_values=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,)),
+    other_prefixes=(),
+    irrelevant=("first_k_dense_replace", "max_window_layers", "use_sliding_window", "auto_map"),
+)
+
 
 _read_kinds = functools.partial(read_first_dense, other="latent")
 
@@ -46,23 +179,6 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _read_settings(config: Fields) -> dict[str, Any]:
-    return _read_latent(config) | {
-        "experts.groups": config.get("n_group") or 1,
-        "experts.groups_per_token": config.get("topk_group") or 1,
-        "experts.shared_ffn_dim": (config.get("n_shared_experts") or 0)
-        * config["moe_intermediate_size"],
-    }
-
-
-def _write_settings(model: ModelConfig) -> dict[str, Any]:
-    return _write_latent(model) | dict(
-        n_group=model.experts.groups,
-        topk_group=model.experts.groups_per_token,
-        n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
-    )
-
-
 _SIZES = dict(
     qk_rope_head_dim=64,
     qk_nope_head_dim=128,
@@ -82,12 +198,6 @@ _DEFAULTS = _SIZES | dict(
 )
 
 _LATENT_FIELDS = {"kv_lora_rank": "latent.rank", "v_head_dim": "latent.value_dim"}
-_VARYING = (
-    "attention.head_dim",
-    "rope.fraction",
-    "latent.query_rank",
-    "latent.interleaved",
-)
 
 
 def _youtu_read_kinds(config: Fields) -> list[str]:
@@ -102,7 +212,7 @@ YOUTU = Family(
     fields=_LATENT_FIELDS,
     read_settings=_read_latent,
     write_settings=_write_latent,
-    varying=_VARYING,
+    varying=("attention.head_dim", "rope.fraction", "latent.query_rank", "latent.interleaved"),
     # attention reads the last one, besides the RoPE
     defaults={**_SIZES, "tie_word_embeddings": True, "mscale_all_dim": 0.0},
     # `_read_latent` reads the first one
@@ -115,27 +225,16 @@ DEEPSEEK_V3 = Family(
     layer_kinds=kind_sets("dense", "latent"),
     read_kinds=functools.partial(_read_kinds, num_dense=3),
     write_kinds=write_first_dense,
-    settings={"experts.router": "sigmoid", "experts.choice_bias": True},
-    fields={
-        **_LATENT_FIELDS,
-        "n_routed_experts": "experts.num_experts",
-        "num_experts_per_tok": "experts.experts_per_token",
-        "moe_intermediate_size": "experts.ffn_dim",
-        "norm_topk_prob": "experts.renormalize",
-        "routed_scaling_factor": "experts.scale",
-    },
+    settings=SIGMOID_ROUTER,
+    fields=_LATENT_FIELDS | ROUTED_FIELDS,
     field_aliases={
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
-    read_settings=_read_settings,
-    write_settings=_write_settings,
-    varying=(
-        *_VARYING,
-        "experts.groups",
-        "experts.groups_per_token",
-        "experts.shared_ffn_dim",
-    ),
+    read_settings=_read_latent,
+    write_settings=_write_latent,
+    varying=YOUTU.varying,
+    num_shared_field="n_shared_experts",
     defaults={**_DEFAULTS, "mscale_all_dim": 0.0},  # attention reads it, besides the RoPE
     required_values=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,)),
     other_prefixes=("model.layers.{num_layers}.",),
@@ -182,15 +281,15 @@ _GROUPS_FIRST = "group_limited_greedy"  # topk_method with groups; without it, t
 
 
 def _v2_read_settings(config: Fields) -> dict[str, Any]:
-    config = dict(config)
-    if config.get("topk_method") != _GROUPS_FIRST:
-        config |= dict(n_group=1, topk_group=1)
-    return _read_settings(config)
+    settings = _read_latent(config)
+    if config.get("topk_method") == _GROUPS_FIRST:
+        return settings
+    return settings | {"experts.groups": 1, "experts.groups_per_token": 1}
 
 
 def _v2_write_settings(model: ModelConfig) -> dict[str, Any]:
     method = _GROUPS_FIRST if model.experts.groups > 1 else "greedy"
-    return dict(_write_settings(model), topk_method=method)
+    return dict(_write_latent(model), topk_method=method)
 
 
 # Groups are chosen by the largest probability in them, and weights are not divided by their sum.
@@ -235,8 +334,8 @@ MISTRAL4 = dataclasses.replace(
     architecture="Mistral4ForCausalLM",
     fields=DEEPSEEK_V3.fields,
     field_aliases=DEEPSEEK_V3.field_aliases,
-    read_settings=_read_settings,
-    write_settings=_write_settings,
+    read_settings=_read_latent,
+    write_settings=_write_latent,
     defaults={
         **_DEFAULTS,
         "qk_nope_head_dim": 64,
@@ -314,15 +413,14 @@ def _kimi_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _kimi_read_settings(config: Fields) -> dict[str, Any]:
     linear = config.get("linear_attn_config") or {}
-    renamed = {name: config.get(own) for name, own in _KIMI_NAMES.items()}
     sizes = {setting: linear[x] for x, setting in _KIMI_SIZES.items() if linear.get(x)}
-    return _read_settings({**config, **renamed}) | sizes | {"latent.interleaved": False}
+    return _read_latent(config) | sizes | {"latent.interleaved": False}
 
 
 def _kimi_write_settings(model: ModelConfig) -> dict[str, Any]:
-    fields = _write_settings(model)
+    fields = _write_latent(model)
     del fields["rope_interleave"]
-    return _in_kimi(fields)
+    return fields
 
 
 def _in_kimi(fields: Fields) -> dict[str, Any]:
@@ -351,6 +449,7 @@ KIMI_LINEAR = dataclasses.replace(
     field_aliases={**_KIMI_NAMES, "num_local_experts": "num_experts"},
     read_settings=_kimi_read_settings,
     write_settings=_kimi_write_settings,
+    num_shared_field="num_shared_experts",
     defaults=_in_kimi(_DEFAULTS)
     | dict(
         q_lora_rank=None,
